@@ -1,0 +1,1 @@
+"""The in-process engine. Importing this package loads neither torch nor a model."""

@@ -1,0 +1,364 @@
+"""The nouns that proxy and worker share, and the frames they exchange.
+
+Everything here is a frozen msgspec struct and needs neither torch nor the proxy. A request is one `Generate`;
+its answer is a stream of `Event`s, the same vocabulary whether a worker or an upstream server produced it and
+whether the client speaks Chat Completions, Responses or Messages:
+
+    Started → Progress* → (Delta | Finished)* → Completed
+                       ↘ Failed (at any point; nothing follows)
+
+On the unix socket each frame is a 4-byte big-endian length and a msgpack map (`encode_frame`, `FrameReader`).
+Frames of one request carry its `request` id and `epoch`; a receiver drops frames whose epoch is not the one it
+waits for, so that late frames of a lost attempt cannot reach a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+Role = Literal["system", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+ToolMode = Literal["auto", "none", "required", "named"]
+
+
+class Frozen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every struct that crosses a boundary."""
+
+
+class ToolCall(Frozen):
+    """One complete tool call in the history. `arguments` is the model's own text, never re-serialised."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(Frozen):
+    """One message of a conversation; content parts are already joined to text."""
+
+    role: Role
+    content: str = ""
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+class Tool(Frozen):
+    """A function the model may call; `parameters` is its JSON Schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class ToolChoice(Frozen):
+    """How tools may be used; `name` is set for mode `named`."""
+
+    mode: ToolMode = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+class ChatInput(Frozen, tag="chat"):
+    """A conversation, rendered by the worker's chat template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+
+
+class TextInput(Frozen, tag="text"):
+    """Raw text, tokenised as it stands with special tokens off."""
+
+    text: str
+
+
+class TokenInput(Frozen, tag="tokens"):
+    """Token ids, used as they stand."""
+
+    ids: tuple[int, ...]
+
+
+Input = ChatInput | TextInput | TokenInput
+
+
+class Sampling(Frozen):
+    """The distribution to draw from. Temperature 0 is greedy; `seed` is always set (see `Generate`).
+
+    Attributes:
+        logit_bias: token id → additive bias on the raw logit, within -100..100.
+        top_k: 0 keeps the whole vocabulary.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+
+
+class Resume(Frozen):
+    """What a client already has of one choice: its token ids and how many characters of its text.
+
+    A worker continues after `ids` and releases only what lies past `chars`; keyed sampling noise makes the
+    continuation equal to the lost one.
+    """
+
+    choice: int
+    ids: tuple[int, ...] = ()
+    chars: int = 0
+
+
+class Preferences(Frozen):
+    """What a client prefers, never more than the server allows (`magnitude.config` in a body)."""
+
+    speculation: bool = True
+    predictive_caching: bool = True
+    max_batch_size: int | None = None
+
+
+class Generate(Frozen, tag="generate"):
+    """Produce `n` answers to one input.
+
+    Attributes:
+        tenant: hex salt of the tenant; cache entries of different tenants never meet.
+        session, branch, run: hashed ids (`run` is the root session with its sub-agents).
+        step: the session's step this request is, from 0.
+        seed: chosen by the proxy when the client sent none, so that a resumed answer is the same answer.
+        logprobs: None for none, else how many alternatives per position (0: the chosen token only).
+    """
+
+    request: str
+    epoch: int
+    tenant: str
+    session: str
+    input: Input
+    branch: str = "main"
+    run: str = ""
+    step: int = 0
+    sampling: Sampling = Sampling()
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+    priority: int = 0
+    preferences: Preferences = Preferences()
+    resume: tuple[Resume, ...] = ()
+
+
+class Cancel(Frozen, tag="cancel"):
+    """Stop a request; the worker frees it within one step and sends nothing more for it."""
+
+    request: str
+    epoch: int
+
+
+class Probe(Frozen, tag="probe"):
+    """Ask for a `Status`; it is answered from the server's loop also while a step runs."""
+
+
+class Hello(Frozen, tag="hello"):
+    """The first frame a proxy sends."""
+
+    protocol: int = PROTOCOL_VERSION
+
+
+Command = Hello | Generate | Cancel | Probe
+
+
+class TopLogprob(Frozen):
+    """A token and its log-probability under the raw model distribution."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] = ()
+
+
+class TokenLogprob(TopLogprob):
+    """The chosen token of one position with its alternatives, likeliest first."""
+
+    top: tuple[TopLogprob, ...] = ()
+
+
+class ToolCallDelta(Frozen):
+    """A piece of a tool call: `id` and `name` come with the first piece of `index`, `arguments` grow."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Usage(Frozen):
+    """Token counts of one request; the last four are the engine's own figures."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Started(Frozen, tag="started"):
+    """The request was admitted; its prompt is this long and this much of it was cached."""
+
+    request: str
+    epoch: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Progress(Frozen, tag="progress"):
+    """Prompt tokens computed so far; deadlines count from the last of these."""
+
+    request: str
+    epoch: int
+    done: int
+    total: int
+
+
+class Delta(Frozen, tag="delta"):
+    """New output of one choice.
+
+    `ids` are the tokens accepted since the last delta; `text` is what they released, which lags behind while a
+    stop string or a multi-byte character may still be completed. `extra` holds fields of an upstream's delta
+    that this product does not know (for example `reasoning_content`).
+    """
+
+    request: str
+    epoch: int
+    choice: int = 0
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    refusal: str | None = None
+    extra: dict[str, Any] = {}
+
+
+class Finished(Frozen, tag="finished"):
+    """One choice is complete; `matched_stop` is the stop string that ended it."""
+
+    request: str
+    epoch: int
+    choice: int
+    reason: str
+    matched_stop: str | None = None
+
+
+class Completed(Frozen, tag="completed"):
+    """All choices are complete; nothing follows."""
+
+    request: str
+    epoch: int
+    usage: Usage = Usage()
+
+
+class Failed(Frozen, tag="failed"):
+    """The request ended without an answer; nothing follows.
+
+    `code` is the `code` of a class in `magnitude_engine.errors`; `retryable` says that the same request may
+    succeed elsewhere.
+    """
+
+    request: str
+    epoch: int
+    code: str
+    message: str
+    param: str | None = None
+    retryable: bool = False
+    retry_after_s: float | None = None
+
+
+class ModelCard(Frozen):
+    """The model a worker serves."""
+
+    name: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    profile: str
+    tokenizer_hash: str
+    weights_hash: str
+    parameters: int = 0
+    path: str = ""
+
+
+class Welcome(Frozen, tag="welcome"):
+    """The worker's answer to `Hello`; `incarnation` changes with every worker process."""
+
+    protocol: int
+    incarnation: str
+    pid: int
+    model: ModelCard
+
+
+class Status(Frozen, tag="status"):
+    """The worker's pulse: `steps` must advance while `running` or `waiting` is above zero.
+
+    `counters` are running totals and `gauges` present values; names are those of the metrics table.
+    """
+
+    incarnation: str
+    steps: int
+    running: int
+    waiting: int
+    pages_free: int
+    pages_total: int
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+
+
+AnswerEvent = Started | Progress | Delta | Finished | Completed | Failed
+Event = Welcome | Status | AnswerEvent
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode_frame(frame: Command | Event) -> bytes:
+    """Returns the length prefix and the msgpack body of `frame`.
+
+    Raises:
+        ValueError: the body is larger than `MAX_FRAME_BYTES`.
+    """
+    body = _encoder.encode(frame)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(4, "big") + body
+
+
+class FrameReader:
+    """Reads frames from a stream; one reader per connection."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream = stream
+
+    async def command(self) -> Command:
+        """Returns the next command (see `_body` for errors)."""
+        return _command_decoder.decode(await self._body())
+
+    async def event(self) -> Event:
+        """Returns the next event (see `_body` for errors)."""
+        return _event_decoder.decode(await self._body())
+
+    async def _body(self) -> bytes:
+        """Raises asyncio.IncompleteReadError at the end of the stream, ValueError for an oversized frame."""
+        size = int.from_bytes(await self._stream.readexactly(4), "big")
+        if size > MAX_FRAME_BYTES:
+            raise ValueError(f"frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+        return await self._stream.readexactly(size)

@@ -1,0 +1,99 @@
+"""The nouns between scheduler, cache and model: what one forward pass computes, and what it returns.
+
+A step runs several rows per sequence: one while decoding, a chunk while prefilling, the nodes of a draft tree
+while verifying. Rows of one sequence stand together, in the order of their cache slots:
+
+    sequence 0          sequence 1      sequence 2
+    |-- 4 rows --|      |- 1 row -|     |---- 256 rows ----|
+    position 96..99     position 512    position 0..255
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class ModelShape(NamedTuple):
+    """The sizes that cache and sampling need of a model."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """The rows of one sequence in a step.
+
+    Attributes:
+        start, count: the rows `start .. start+count` of the step.
+        context: tokens in the cache after this step (those computed now included).
+        pages: page ids holding positions 0..context, `PAGE_TOKENS` each; the first cached pages may be shared
+            with other sequences, the pages that this step writes never are.
+    """
+
+    start: int
+    count: int
+    context: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass.
+
+    Attributes:
+        ids: int64 [rows], token per row.
+        positions: int64 [rows], position of each row in its sequence.
+        slots: int64 [rows], where each row's key and value go: page * PAGE_TOKENS + offset.
+        sequences: one entry per sequence, in row order.
+        logit_rows: int64 [wanted], the rows whose logits are needed.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sequences: tuple[SequenceRows, ...]
+    logit_rows: torch.Tensor
+
+
+class StepOutput(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        logits: float32 [wanted, vocab].
+        hidden: activations before the head, [wanted, hidden]; the tap for a trained draft head.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueCache:
+    """The tensors behind the page ids.
+
+    Attributes:
+        keys, values: per layer [pages, PAGE_TOKENS, kv_heads, head_dim]; consecutive page ids are consecutive
+            in memory, so that a run of pages reads as one token-major matrix without a copy. Tensor
+            parallelism shards the head axis.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls, shape: ModelShape, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> KeyValueCache:
+        """Returns zeroed tensors for `pages` pages."""
+        size = (pages, page_tokens, shape.kv_heads, shape.head_dim)
+        keys = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers))
+        values = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers))
+        return cls(keys, values)
