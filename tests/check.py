@@ -1,8 +1,8 @@
 """Checks the whole project, fastest stage first, and stops at the first failure.
 
-    python tests/check.py          format, lint, budgets, types, import rules, fast tests (under 30 s warm)
-    python tests/check.py --fix    rewrite format and fixable lint first
-    python tests/check.py --all    and the tests with real processes, models, clients and deployments
+python tests/check.py          format, lint, budgets, types, import rules, fast tests (under 30 s warm)
+python tests/check.py --fix    rewrite format and fixable lint first
+python tests/check.py --all    and the tests with real processes, models, clients and deployments
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of every struct that crosses a boundary."""
 
 
-class ToolCall(Frozen):
+class ToolCall(Frozen, frozen=True, kw_only=True):
     """One complete tool call in the history. `arguments` is the model's own text, never re-serialised."""
 
     id: str
@@ -39,7 +39,7 @@ class ToolCall(Frozen):
     arguments: str
 
 
-class Message(Frozen):
+class Message(Frozen, frozen=True, kw_only=True):
     """One message of a conversation; content parts are already joined to text."""
 
     role: Role
@@ -49,7 +49,7 @@ class Message(Frozen):
     tool_call_id: str | None = None
 
 
-class Tool(Frozen):
+class Tool(Frozen, frozen=True, kw_only=True):
     """A function the model may call; `parameters` is its JSON Schema."""
 
     name: str
@@ -57,7 +57,7 @@ class Tool(Frozen):
     parameters: dict[str, Any] = {}
 
 
-class ToolChoice(Frozen):
+class ToolChoice(Frozen, frozen=True, kw_only=True):
     """How tools may be used; `name` is set for mode `named`."""
 
     mode: ToolMode = "auto"
@@ -65,7 +65,7 @@ class ToolChoice(Frozen):
     parallel: bool = True
 
 
-class ChatInput(Frozen, tag="chat"):
+class ChatInput(Frozen, tag="chat", frozen=True, kw_only=True):
     """A conversation, rendered by the worker's chat template."""
 
     messages: tuple[Message, ...]
@@ -73,13 +73,13 @@ class ChatInput(Frozen, tag="chat"):
     tool_choice: ToolChoice = ToolChoice()
 
 
-class TextInput(Frozen, tag="text"):
+class TextInput(Frozen, tag="text", frozen=True, kw_only=True):
     """Raw text, tokenised as it stands with special tokens off."""
 
     text: str
 
 
-class TokenInput(Frozen, tag="tokens"):
+class TokenInput(Frozen, tag="tokens", frozen=True, kw_only=True):
     """Token ids, used as they stand."""
 
     ids: tuple[int, ...]
@@ -88,7 +88,7 @@ class TokenInput(Frozen, tag="tokens"):
 Input = ChatInput | TextInput | TokenInput
 
 
-class Sampling(Frozen):
+class Sampling(Frozen, frozen=True, kw_only=True):
     """The distribution to draw from. Temperature 0 is greedy; `seed` is always set (see `Generate`).
 
     Attributes:
@@ -106,7 +106,7 @@ class Sampling(Frozen):
     seed: int = 0
 
 
-class Resume(Frozen):
+class Resume(Frozen, frozen=True, kw_only=True):
     """What a client already has of one choice: its token ids and how many characters of its text.
 
     A worker continues after `ids` and releases only what lies past `chars`; keyed sampling noise makes the
@@ -118,7 +118,7 @@ class Resume(Frozen):
     chars: int = 0
 
 
-class Preferences(Frozen):
+class Preferences(Frozen, frozen=True, kw_only=True):
     """What a client prefers, never more than the server allows (`magnitude.config` in a body)."""
 
     speculation: bool = True
@@ -126,7 +126,7 @@ class Preferences(Frozen):
     max_batch_size: int | None = None
 
 
-class Generate(Frozen, tag="generate"):
+class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
     """Produce `n` answers to one input.
 
     Attributes:
@@ -157,18 +157,18 @@ class Generate(Frozen, tag="generate"):
     resume: tuple[Resume, ...] = ()
 
 
-class Cancel(Frozen, tag="cancel"):
+class Cancel(Frozen, tag="cancel", frozen=True, kw_only=True):
     """Stop a request; the worker frees it within one step and sends nothing more for it."""
 
     request: str
     epoch: int
 
 
-class Probe(Frozen, tag="probe"):
+class Probe(Frozen, tag="probe", frozen=True, kw_only=True):
     """Ask for a `Status`; it is answered from the server's loop also while a step runs."""
 
 
-class Hello(Frozen, tag="hello"):
+class Hello(Frozen, tag="hello", frozen=True, kw_only=True):
     """The first frame a proxy sends."""
 
     protocol: int = PROTOCOL_VERSION
@@ -177,7 +177,7 @@ class Hello(Frozen, tag="hello"):
 Command = Hello | Generate | Cancel | Probe
 
 
-class TopLogprob(Frozen):
+class TopLogprob(Frozen, frozen=True, kw_only=True):
     """A token and its log-probability under the raw model distribution."""
 
     token: str
@@ -185,13 +185,13 @@ class TopLogprob(Frozen):
     bytes: tuple[int, ...] = ()
 
 
-class TokenLogprob(TopLogprob):
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
     """The chosen token of one position with its alternatives, likeliest first."""
 
     top: tuple[TopLogprob, ...] = ()
 
 
-class ToolCallDelta(Frozen):
+class ToolCallDelta(Frozen, frozen=True, kw_only=True):
     """A piece of a tool call: `id` and `name` come with the first piece of `index`, `arguments` grow."""
 
     index: int
@@ -200,7 +200,7 @@ class ToolCallDelta(Frozen):
     arguments: str = ""
 
 
-class Usage(Frozen):
+class Usage(Frozen, frozen=True, kw_only=True):
     """Token counts of one request; the last four are the engine's own figures."""
 
     prompt_tokens: int = 0
@@ -212,7 +212,7 @@ class Usage(Frozen):
     reasoning_tokens: int = 0
 
 
-class Started(Frozen, tag="started"):
+class Started(Frozen, tag="started", frozen=True, kw_only=True):
     """The request was admitted; its prompt is this long and this much of it was cached."""
 
     request: str
@@ -221,7 +221,7 @@ class Started(Frozen, tag="started"):
     cached_tokens: int = 0
 
 
-class Progress(Frozen, tag="progress"):
+class Progress(Frozen, tag="progress", frozen=True, kw_only=True):
     """Prompt tokens computed so far; deadlines count from the last of these."""
 
     request: str
@@ -230,7 +230,7 @@ class Progress(Frozen, tag="progress"):
     total: int
 
 
-class Delta(Frozen, tag="delta"):
+class Delta(Frozen, tag="delta", frozen=True, kw_only=True):
     """New output of one choice.
 
     `ids` are the tokens accepted since the last delta; `text` is what they released, which lags behind while a
@@ -249,7 +249,7 @@ class Delta(Frozen, tag="delta"):
     extra: dict[str, Any] = {}
 
 
-class Finished(Frozen, tag="finished"):
+class Finished(Frozen, tag="finished", frozen=True, kw_only=True):
     """One choice is complete; `matched_stop` is the stop string that ended it."""
 
     request: str
@@ -259,7 +259,7 @@ class Finished(Frozen, tag="finished"):
     matched_stop: str | None = None
 
 
-class Completed(Frozen, tag="completed"):
+class Completed(Frozen, tag="completed", frozen=True, kw_only=True):
     """All choices are complete; nothing follows."""
 
     request: str
@@ -267,7 +267,7 @@ class Completed(Frozen, tag="completed"):
     usage: Usage = Usage()
 
 
-class Failed(Frozen, tag="failed"):
+class Failed(Frozen, tag="failed", frozen=True, kw_only=True):
     """The request ended without an answer; nothing follows.
 
     `code` is the `code` of a class in `magnitude_engine.errors`; `retryable` says that the same request may
@@ -283,7 +283,7 @@ class Failed(Frozen, tag="failed"):
     retry_after_s: float | None = None
 
 
-class ModelCard(Frozen):
+class ModelCard(Frozen, frozen=True, kw_only=True):
     """The model a worker serves."""
 
     name: str
@@ -297,7 +297,7 @@ class ModelCard(Frozen):
     path: str = ""
 
 
-class Welcome(Frozen, tag="welcome"):
+class Welcome(Frozen, tag="welcome", frozen=True, kw_only=True):
     """The worker's answer to `Hello`; `incarnation` changes with every worker process."""
 
     protocol: int
@@ -306,7 +306,7 @@ class Welcome(Frozen, tag="welcome"):
     model: ModelCard
 
 
-class Status(Frozen, tag="status"):
+class Status(Frozen, tag="status", frozen=True, kw_only=True):
     """The worker's pulse: `steps` must advance while `running` or `waiting` is above zero.
 
     `counters` are running totals and `gauges` present values; names are those of the metrics table.

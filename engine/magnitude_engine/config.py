@@ -60,7 +60,9 @@ class AgentRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def __post_init__(self) -> None:
         size = self.max_batch_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f"max_batch_size must be a whole number of at least 1, not {size!r}", param="max_batch_size")
+            raise ConfigError(
+                f"max_batch_size must be a whole number of at least 1, not {size!r}", param="max_batch_size"
+            )
         if self.optimization_target not in (None, "latency", "cost", "latency_and_cost"):
             raise ConfigError(
                 "optimization_target must be 'latency', 'cost' or 'latency_and_cost', "

@@ -1,26 +1,26 @@
 """Every error of the engine and the published client.
 
-    MagnitudeError
-    ├── ConfigError              a setting cannot be used; names the field and the fix
-    ├── ModelError               the model cannot be served
-    │   ├── ModelNotFound        no such file or name
-    │   ├── ModelUnsupported     a format, architecture or tokenizer the engine does not have
-    │   └── ModelDoesNotFit      needs more memory than there is; says both
-    ├── RequestError             this request cannot be answered as asked (HTTP 400); names the field
-    │   ├── ContextTooLong       prompt and output exceed the context; says both numbers
-    │   └── FeatureUnsupported   a known field the engine does not serve; another route may
-    ├── EngineError              the engine could not answer; the request itself was fine
-    │   ├── Overloaded           the queue is full (HTTP 429 with Retry-After)
-    │   ├── NumericFailure       the model produced non-finite numbers for this request
-    │   └── WorkerLost           the worker ended or stopped answering
-    └── ClientError              raised by MagnitudeClient
-        ├── ConnectionFailed     the endpoint cannot be reached
-        ├── RequestTimeout       no answer in time
-        ├── NotReady             the server answers but cannot serve
-        ├── AuthenticationFailed the key was refused
-        ├── StatusError          any other HTTP error; carries status, code, param, request id
-        ├── StreamBroken         the stream ended without an end mark, or carried an error
-        └── WrongEventLoop       the client belongs to another event loop
+MagnitudeError
+├── ConfigError              a setting cannot be used; names the field and the fix
+├── ModelError               the model cannot be served
+│   ├── ModelNotFound        no such file or name
+│   ├── ModelUnsupported     a format, architecture or tokenizer the engine does not have
+│   └── ModelDoesNotFit      needs more memory than there is; says both
+├── RequestError             this request cannot be answered as asked (HTTP 400); names the field
+│   ├── ContextTooLong       prompt and output exceed the context; says both numbers
+│   └── FeatureUnsupported   a known field the engine does not serve; another route may
+├── EngineError              the engine could not answer; the request itself was fine
+│   ├── Overloaded           the queue is full (HTTP 429 with Retry-After)
+│   ├── NumericFailure       the model produced non-finite numbers for this request
+│   └── WorkerLost           the worker ended or stopped answering
+└── ClientError              raised by MagnitudeClient
+    ├── ConnectionFailed     the endpoint cannot be reached
+    ├── RequestTimeout       no answer in time
+    ├── NotReady             the server answers but cannot serve
+    ├── AuthenticationFailed the key was refused
+    ├── StatusError          any other HTTP error; carries status, code, param, request id
+    ├── StreamBroken         the stream ended without an end mark, or carried an error
+    └── WrongEventLoop       the client belongs to another event loop
 """
 
 from __future__ import annotations
