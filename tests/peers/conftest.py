@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from testkit.model import smollm2_path
-from testkit.serve import Server, serving
+from testkit.serve import Server, lend_model, serving
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`magnitude serve` with SmolLM2 and the embedded store."""
-    with serving(tmp_path_factory.mktemp("peers"), "--model", str(smollm2_path())) as running:
+    folder = tmp_path_factory.mktemp("peers")
+    lend_model(folder / "data", smollm2_path())
+    with serving(folder) as running:
         yield running

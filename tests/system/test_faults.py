@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from testkit.model import smollm2_path
-from testkit.serve import Server, free_port, serving
+from testkit.serve import Server, free_port, lend_model, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -47,7 +47,8 @@ def text_of(parsed: list[Any]) -> str:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with serving(tmp_path, "--model", str(smollm2_path()), "--profile", "reference") as running:
+    lend_model(tmp_path / "data", smollm2_path())
+    with serving(tmp_path, "--profile", "reference") as running:
         yield running
 
 
@@ -108,7 +109,8 @@ def test_store_killed_in_mid_session(server: Server) -> None:
 
 def test_store_absent_from_the_start(tmp_path: Path) -> None:
     nowhere = f"redis://127.0.0.1:{free_port()}/0"
-    with serving(tmp_path, "--model", str(smollm2_path()), "--store", nowhere) as server:
+    lend_model(tmp_path / "data", smollm2_path())
+    with serving(tmp_path, "--store", nowhere) as server:
         answer = ask(server, max_tokens=8)
         assert answer.status_code == 200
         assert answer.headers["x-magnitude-degraded"]
@@ -116,7 +118,8 @@ def test_store_absent_from_the_start(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_clean_and_leaves_no_process(tmp_path: Path) -> None:
-    with serving(tmp_path, "--model", str(smollm2_path())) as server:
+    lend_model(tmp_path / "data", smollm2_path())
+    with serving(tmp_path) as server:
         pids = [worker_of(server), server.child("store")]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
@@ -125,7 +128,8 @@ def test_sigterm_ends_clean_and_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_sigkill_of_the_proxy_takes_worker_and_store_along(tmp_path: Path) -> None:
-    with serving(tmp_path, "--model", str(smollm2_path())) as server:
+    lend_model(tmp_path / "data", smollm2_path())
+    with serving(tmp_path) as server:
         pids = [worker_of(server), server.child("store")]
         server.process.kill()
         end = time.monotonic() + 10

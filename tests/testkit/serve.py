@@ -26,6 +26,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def lend_model(data: Path, model: Path) -> None:
+    """Makes `model` the pulled SmolLM2 of the data folder `data`, so that no test downloads it again."""
+    target = data / "models" / "smollm2" / model.name
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not target.exists():
+        target.symlink_to(model)
+
+
 def children(pid: int) -> list[int]:
     """Returns the direct children of `pid`."""
     found: list[int] = []
