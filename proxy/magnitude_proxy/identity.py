@@ -1,0 +1,194 @@
+"""Which agent session a request belongs to, decided from its headers and body alone.
+
+The first of these that is present wins:
+
+    X-Magnitude-Session, body `magnitude.session`      the product's own names
+    headers of known agents                            see `CLIENTS`, in that order
+    body `metadata.session_id`, `prompt_cache_key`     hints of other clients
+    fingerprint                                        tools, system text and first user message, or the raw text
+
+A session id is SHA-256 over length-prefixed (tenant, source, raw id), cut to 128 bits, in hex: ids of different
+tenants or sources never meet, whatever bytes a client sends. Being one session only shares a record and a place in
+the cache; it never changes an answer, so that a wrong guess costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from magnitude_engine import api
+
+MAIN_BRANCH = "main"
+PRODUCT = "magnitude"
+TEXT_PREFIX_CHARS = 1024
+RAW_CHARS = 200
+
+_PLAIN_BRANCH = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request belongs.
+
+    Attributes:
+        session: 32 hex digits.
+        branch: `main`, a client's plain branch name, or `~` and a hash of any other name.
+        run: session id of the root session when the client named a parent, else `session`.
+        source: what the session was recognised by, such as `claude-code` or `fingerprint`.
+        raw: the client's own id for people to read: escaped to printable characters and cut to 200.
+    """
+
+    session: str
+    branch: str
+    run: str
+    source: str
+    raw: str
+
+
+class IdentityHints(msgspec.Struct, frozen=True, kw_only=True):
+    """What the body says about the session; `text` is the prompt of a completion without messages."""
+
+    magnitude_session: str | None = None
+    magnitude_branch: str | None = None
+    magnitude_parent: str | None = None
+    metadata_session_id: str | None = None
+    prompt_cache_key: str | None = None
+    messages: tuple[api.Message, ...] = ()
+    tools: tuple[api.Tool, ...] = ()
+    text: str | None = None
+
+
+class Client(NamedTuple):
+    """The headers by which one kind of agent names its session, in lower case; the first present one counts."""
+
+    source: str
+    session: tuple[str, ...]
+    branch: str | None = None
+    parent: str | None = None
+
+
+CLIENTS: tuple[Client, ...] = (
+    Client("claude-code", ("x-claude-code-session-id",), branch="x-claude-code-agent-id"),
+    Client("codex", ("session_id", "session-id", "thread-id"), parent="x-codex-parent-thread-id"),
+    Client("x-session-id", ("x-session-id",), parent="x-parent-session-id"),
+    Client("x-session-affinity", ("x-session-affinity",)),
+    Client("dynamo", ("x-dynamo-session-id",), parent="x-dynamo-parent-session-id"),
+    Client("amp", ("x-amp-thread-id",)),
+    Client("grok", ("x-grok-conv-id",)),
+    Client("qwen-code", ("x-qwen-code-session-id",)),
+    Client("litellm", ("x-litellm-trace-id",)),
+)
+
+
+class _Found(NamedTuple):
+    """A raw session id with what came with it."""
+
+    source: str
+    raw: str
+    branch: str | None = None
+    parent: str | None = None
+
+
+def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Identity:
+    """Returns the identity of one request; header names match in any case, blank values count as absent."""
+    present = {name.lower(): value.strip() for name, value in headers.items() if value.strip()}
+    found = _product(present, hints) or _client(present) or _hint(hints) or _fingerprint(hints)
+    session = _session_id(tenant, found.source, found.raw)
+    branch = present.get("x-magnitude-branch") or _given(hints.magnitude_branch) or found.branch
+    parent = present.get("x-magnitude-parent") or _given(hints.magnitude_parent)
+    if parent is not None:
+        run = _session_id(tenant, PRODUCT, parent)
+    elif found.parent is not None:
+        run = _session_id(tenant, found.source, found.parent)
+    else:
+        run = session
+    return Identity(
+        session=session,
+        branch=branch_name(branch),
+        run=run,
+        source=found.source,
+        raw=_printable(found.raw),
+    )
+
+
+def session_of(tenant: str, session: str) -> str:
+    """Returns the id of a session that a client named itself (X-Magnitude-Session, a path of the API)."""
+    return _session_id(tenant, PRODUCT, session.strip())
+
+
+def branch_name(raw: str | None) -> str:
+    """Returns the branch id for a client's branch name; None is the main branch."""
+    if raw is None:
+        return MAIN_BRANCH
+    if _PLAIN_BRANCH.fullmatch(raw):
+        return raw
+    return "~" + _digest(raw)[:32]
+
+
+def _product(present: Mapping[str, str], hints: IdentityHints) -> _Found | None:
+    raw = present.get("x-magnitude-session") or _given(hints.magnitude_session)
+    return None if raw is None else _Found(PRODUCT, raw)
+
+
+def _client(present: Mapping[str, str]) -> _Found | None:
+    for client in CLIENTS:
+        for header in client.session:
+            raw = present.get(header)
+            if raw is not None:
+                branch = present.get(client.branch) if client.branch else None
+                parent = present.get(client.parent) if client.parent else None
+                return _Found(client.source, raw, branch, parent)
+    return None
+
+
+def _hint(hints: IdentityHints) -> _Found | None:
+    metadata = _given(hints.metadata_session_id)
+    if metadata is not None:
+        return _Found("metadata", metadata)
+    key = _given(hints.prompt_cache_key)
+    return None if key is None else _Found("prompt-cache-key", key)
+
+
+def _fingerprint(hints: IdentityHints) -> _Found:
+    """Returns what stays the same over an agent's steps: tools, leading system text, first user message.
+
+    A raw prompt grows at its end, so its first `TEXT_PREFIX_CHARS` characters stand for it.
+    """
+    if hints.text is not None:
+        return _Found("fingerprint", _digest("text", hints.text[:TEXT_PREFIX_CHARS]))
+    parts = ["chat"]
+    for tool in hints.tools:
+        parts += ["tool", tool.name, tool.description, msgspec.json.encode(tool.parameters, order="sorted").decode()]
+    for message in hints.messages:
+        parts += [message.role, message.content]
+        if message.role != "system":
+            break
+    return _Found("fingerprint", _digest(*parts))
+
+
+def _session_id(tenant: str, source: str, raw: str) -> str:
+    return _digest(tenant, source, raw)[:32]
+
+
+def _digest(*parts: str) -> str:
+    """Returns SHA-256 in hex over `parts`, each after its length, so that no two lists of parts look alike."""
+    state = hashlib.sha256()
+    for part in parts:
+        # Headers reach us with undecodable bytes as lone surrogates, which plain UTF-8 refuses.
+        data = part.encode("utf-8", "surrogatepass")
+        state.update(len(data).to_bytes(8, "big"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def _given(value: str | None) -> str | None:
+    """Returns the stripped value, None when nothing is left of it."""
+    return (value.strip() or None) if value is not None else None
+
+
+def _printable(raw: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in raw)[:RAW_CHARS]
