@@ -29,7 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_name: Annotated[str, Meta(description="name under which the model is listed")] = "default"
     profile: Annotated[Profile | None, Meta(description="numeric profile; default packed on CPU, native on GPU")] = None
     optimization_level: Annotated[OptimizationLevel, Meta(description="off computes every prompt anew")] = "balanced"
-    context_length: Annotated[int | None, Meta(ge=16, description="shorten the model's context")] = None
+    context_length: Annotated[int, Meta(ge=16, description="shorten the model's context")] | None = None
     kv_memory_mb: Annotated[int, Meta(ge=1, description="memory for keys and values, MiB")] = 2048
     max_batch_size: Annotated[int, Meta(ge=1, le=1024, description="sequences decoded together")] = 32
     max_waiting: Annotated[int, Meta(ge=0, le=100_000, description="requests queued before 429")] = 256

@@ -111,6 +111,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
         mode: `spawn` starts and supervises one, `attach` connects to `socket`, `none` uses upstreams only.
         socket: unix socket path; None means a private one in the data folder.
         model: a known name (see `magnitude pull`), or a path.
+        aliases: further names under which clients may ask for the model; `*` stands for any.
         hang_s: a worker whose step counter stands still this long while work waits is restarted.
         start_s: a spawned worker that is not ready after this long is restarted.
     """
@@ -118,6 +119,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     mode: WorkerMode = "spawn"
     socket: str | None = None
     model: str = "smollm2"
+    aliases: tuple[str, ...] = ()
     hang_s: Seconds = 20.0
     start_s: Seconds = 300.0
     engine: EngineConfig | None = None
