@@ -270,8 +270,9 @@ class Completed(Frozen, tag="completed", frozen=True, kw_only=True):
 class Failed(Frozen, tag="failed", frozen=True, kw_only=True):
     """The request ended without an answer; nothing follows.
 
-    `code` is the `code` of a class in `magnitude_engine.errors`; `retryable` says that the same request may
-    succeed elsewhere.
+    `code` is the `code` of a class in `magnitude_engine.errors`, or a proxy's own such as `upstream_http_400`;
+    `retryable` says that the same request may succeed elsewhere; `upstream_code` is the `code` in the error body
+    of an upstream that refused.
     """
 
     request: str
@@ -281,6 +282,7 @@ class Failed(Frozen, tag="failed", frozen=True, kw_only=True):
     param: str | None = None
     retryable: bool = False
     retry_after_s: float | None = None
+    upstream_code: str | None = None
 
 
 class ModelCard(Frozen, frozen=True, kw_only=True):

@@ -154,8 +154,9 @@ def from_failed(failed: api.Failed) -> ProxyError:
     if failed.code == "overloaded":
         wait = max(1, round(failed.retry_after_s or 1))
         return TooManyRequests(failed.message, code=failed.code, headers={"Retry-After": str(wait)})
-    if failed.code == "deadline_exceeded":
-        return DeadlineExceeded(failed.message)
+    if failed.code in ("deadline_exceeded", "upstream_timeout"):
+        return DeadlineExceeded(failed.message, code=failed.code)
     if failed.code.startswith("upstream_http_"):
-        return UpstreamError(failed.message, status=int(failed.code.removeprefix("upstream_http_")), param=failed.param)
+        status = int(failed.code.removeprefix("upstream_http_"))
+        return UpstreamError(failed.message, status=status, code=failed.upstream_code, param=failed.param)
     return Unavailable(failed.message, code=failed.code)
