@@ -1,0 +1,169 @@
+"""What the published client sends: bodies of requests, and checks that need no server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from math import isfinite
+from typing import Any, TypedDict
+
+import msgspec
+
+from magnitude_engine.config import AgentRuntimeConfig
+from magnitude_engine.errors import RequestError
+
+
+class AnswerOptions(TypedDict, total=False):
+    """What `generate_optimized` and `chat` take beside their input; None means the server's default.
+
+    Keys:
+        temperature, top_p, seed: how to draw; temperature 0 is greedy, the same seed gives the same answer.
+        max_tokens: most tokens of output.
+        stop_sequences: texts that end the answer; they never appear in it.
+        track_feedback: store the step, so that later feedback can be credited to it.
+        tools, tool_choice, response_format: as in OpenAI's Chat Completions.
+        logprobs: how many alternatives per position (0 or True: the chosen token only).
+        extra_body: further fields of the request, for example `{"top_k": 40}`.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    max_tokens: int | None
+    stop_sequences: str | Sequence[str] | None
+    track_feedback: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None
+    logprobs: int | bool | None
+    extra_body: Mapping[str, Any] | None
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """`AnswerOptions` with their defaults; an unknown name raises TypeError."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop_sequences: str | Sequence[str] | None = None
+    track_feedback: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None
+    logprobs: int | bool | None = None
+    extra_body: Mapping[str, Any] | None = None
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One question in the client's terms: `messages` for chat, else the raw `prompt`."""
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: str = ""
+    session_id: str | None = None
+    stream: bool = False
+    options: Options = Options()
+
+    @property
+    def path(self) -> str:
+        """The route under the endpoint."""
+        return "/completions" if self.messages is None else "/chat/completions"
+
+
+class _Product(msgspec.Struct, omit_defaults=True):
+    """The `magnitude` part of a body."""
+
+    session: str | None = None
+    track_feedback: bool = False
+    config: AgentRuntimeConfig | None = None
+
+
+def encode(ask: Ask, model: str, config: AgentRuntimeConfig | None) -> bytes:
+    """Returns the JSON body that asks `model`.
+
+    Raises:
+        RequestError: a value cannot be sent; `param` names it.
+    """
+    options = ask.options
+    _check(ask)
+    body: dict[str, Any] = {
+        "model": model,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "seed": options.seed,
+        "max_tokens": options.max_tokens,
+        "stop": options.stop_sequences or None,
+        "tools": options.tools or None,
+        "tool_choice": options.tool_choice,
+        "response_format": options.response_format,
+        "stream": ask.stream or None,
+        "stream_options": {"include_usage": True} if ask.stream else None,
+    }
+    if ask.messages is None:
+        body |= {"prompt": ask.prompt, "logprobs": _alternatives(options)}
+    else:
+        wanted = _alternatives(options)
+        body |= {"messages": ask.messages, "logprobs": None if wanted is None else True, "top_logprobs": wanted or None}
+    product = _Product(ask.session_id, options.track_feedback, None if config == AgentRuntimeConfig() else config)
+    body = {name: value for name, value in body.items() if value is not None}
+    body |= {"magnitude": product, **(options.extra_body or {})}
+    try:
+        return msgspec.json.encode(body)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise RequestError(f"the request cannot be written as JSON: {problem}") from problem
+
+
+def _alternatives(options: Options) -> int | None:
+    if options.logprobs is None or options.logprobs is False:
+        return None
+    return 0 if options.logprobs is True else options.logprobs
+
+
+def _check(ask: Ask) -> None:
+    options = ask.options
+    if ask.session_id is not None and (not isinstance(ask.session_id, str) or not ask.session_id):
+        raise RequestError("session_id must be a non-empty text, or None", param="session_id")
+    if ask.messages is None and not isinstance(ask.prompt, str):
+        raise RequestError(f"prompt must be text, not {type(ask.prompt).__name__}", param="prompt")
+    for name, value in (("temperature", options.temperature), ("top_p", options.top_p)):
+        # JSON has no such numbers: the encoder would send null, and the server would use its default.
+        if isinstance(value, float) and not isfinite(value):
+            raise RequestError(f"{name} must be a finite number, not {value}", param=name)
+    if ask.messages is None:
+        for name in ("tools", "tool_choice", "response_format"):
+            if getattr(options, name) is not None:
+                raise RequestError(f"{name} needs the chat template: use raw=False", param=name)
+
+
+class Feedback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a session ended; `timestamp` is ISO 8601."""
+
+    session_id: str
+    success: bool
+    error_reason: str | None = None
+    timestamp: str
+
+
+def encode_feedback(feedback: Mapping[str, Any]) -> bytes:
+    """Returns the JSON body for `/feedback`.
+
+    Raises:
+        RequestError: a field is missing, unknown or wrong.
+    """
+    try:
+        checked = msgspec.convert(dict(feedback), type=Feedback)
+    except msgspec.ValidationError as problem:
+        raise RequestError(
+            f"feedback needs session_id (text), success (bool), timestamp (ISO 8601 text) and optionally "
+            f"error_reason (text or None): {problem}"
+        ) from problem
+    if not checked.session_id:
+        raise RequestError("feedback: session_id is empty", param="session_id")
+    try:
+        datetime.fromisoformat(checked.timestamp)
+    except ValueError as problem:
+        raise RequestError(
+            f"feedback: timestamp must be ISO 8601, for example 2026-11-30T12:00:00Z, not {checked.timestamp!r}",
+            param="timestamp",
+        ) from problem
+    return msgspec.json.encode(checked)

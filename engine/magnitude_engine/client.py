@@ -1,0 +1,354 @@
+"""The published client: one agent's access to a Magnitude server over HTTP, without torch.
+
+    async with MagnitudeClient(config=AgentRuntimeConfig(optimization_target="latency")) as client:
+        result = await client.generate_optimized(session_id="run-1", prompt="Goal: …\\nThought:")
+        print(result["text"])
+
+With `stream=True` a call returns an `AnswerStream`: items are `{"text": new text, "result": None}`, the last is
+`{"text": "", "result": {...}}` with the same dict that a call without a stream returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
+
+import httpx
+import msgspec
+
+from magnitude_engine._answers import Collector, GenerateResult, Origin, StreamItem
+from magnitude_engine._health import RuntimeHealth, differences, other_model
+from magnitude_engine._requests import AnswerOptions, Ask, Options, encode, encode_feedback
+from magnitude_engine._transport import EventStream, Transport, base_url
+from magnitude_engine.config import AgentRuntimeConfig
+from magnitude_engine.errors import ConfigError, NotReady, StatusError, StreamBroken, WrongEventLoop
+
+__all__ = ["AnswerStream", "FeedbackReceipt", "MagnitudeClient", "RuntimeHealth"]
+
+DEFAULT_ENDPOINT = "http://localhost:8000/v1"
+
+log = logging.getLogger("magnitude.client")
+_T = TypeVar("_T")
+
+
+class FeedbackReceipt(TypedDict, total=False):
+    """`status` is `acknowledged`, or `rejected` with a `reason`."""
+
+    status: str
+    reason: str
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class AnswerStream:
+    """A streamed answer: iterate with `async for`; leaving it early with `aclose` stops the generation.
+
+    The last item carries the result. A stream that breaks raises StreamBroken or RequestTimeout instead of it.
+    """
+
+    def __init__(self, events: EventStream, collector: Collector, check_loop: Callable[[], None]) -> None:
+        self._events = events
+        self._collector = collector
+        self._check_loop = check_loop
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamItem:
+        self._check_loop()
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            item = await self._next_item()
+        except BaseException:
+            await self.aclose()
+            raise
+        if item["result"] is not None:
+            await self.aclose()
+        return item
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the connection; the server stops generating."""
+        self._ended = True
+        await self._events.aclose()
+
+    async def _next_item(self) -> StreamItem:
+        async for data in self._events:
+            if data == b"[DONE]":
+                return StreamItem(text="", result=self._collector.result())
+            text = self._collector.add(data)
+            if text:
+                return StreamItem(text=text, result=None)
+        raise StreamBroken(f"{self._collector.url} ended its stream without [DONE]; the text so far is not complete")
+
+
+class MagnitudeClient:
+    """Talks to one Magnitude server; use it in one event loop.
+
+    Args:
+        endpoint: base URL with its version path; default MAGNITUDE_ENDPOINT, then http://localhost:8000/v1.
+        api_key: default MAGNITUDE_API_KEY; a server without configured keys accepts any.
+        config: expectations and preferences, sent with each request.
+        timeout: seconds without a byte from the server before RequestTimeout.
+        max_retries: further attempts after failures that may pass (see `_transport`).
+
+    Raises:
+        ConfigError: the endpoint is not a URL, or the key cannot stand in a header.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        api_key: str | None = None,
+        config: AgentRuntimeConfig | None = None,
+        *,
+        timeout: float = 600.0,
+        max_retries: int = 2,
+    ) -> None:
+        if timeout <= 0 or max_retries < 0:
+            raise ConfigError("timeout must be above 0 and max_retries at least 0", param="timeout")
+        key = api_key if api_key is not None else os.environ.get("MAGNITUDE_API_KEY")
+        if key and not (key.isascii() and key.isprintable()):
+            raise ConfigError("api_key must be printable ASCII text without line breaks", param="api_key")
+        where = base_url(endpoint or os.environ.get("MAGNITUDE_ENDPOINT") or DEFAULT_ENDPOINT)
+        self._config = config or AgentRuntimeConfig()
+        self._transport = Transport(where, key, timeout, max_retries)
+        self._model: str | None = None
+        self._warned: set[str] = set()
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+
+    async def __aenter__(self) -> Self:
+        self._check_loop()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes all connections. Optional: a program may end without it."""
+        self._check_loop()
+        await self._transport.aclose()
+
+    async def verify_runtime_health(self) -> RuntimeHealth:
+        """Returns the server's state, checked against the config; differences are warnings, also in the log.
+
+        Raises:
+            NotReady: the server answers but cannot serve, or its draft does not fit its model.
+            ClientError: see `MagnitudeClient.chat`.
+        """
+        self._check_loop()
+        url = self._transport.base.copy_with(path=self._transport.base.path.removesuffix("/v1") + "/health")
+        try:
+            response = await self._transport.request("GET", url)
+        except StatusError as problem:
+            if problem.status == 503:
+                raise NotReady(f"{problem.message}. Wait for the model to load, or see the server's log") from problem
+            raise
+        health = _decode(response, RuntimeHealth)
+        served = await self._served_models()
+        warnings = (*health.warnings, *differences(self._config, served, health))
+        for warning in warnings:
+            self._warn_once(warning)
+        return msgspec.structs.replace(health, warnings=warnings)
+
+    @overload
+    async def generate_optimized(
+        self,
+        *,
+        prompt: str,
+        session_id: str | None = None,
+        stream: Literal[False] = False,
+        raw: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> GenerateResult: ...
+
+    @overload
+    async def generate_optimized(
+        self,
+        *,
+        prompt: str,
+        session_id: str | None = None,
+        stream: Literal[True],
+        raw: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> AnswerStream: ...
+
+    async def generate_optimized(
+        self,
+        *,
+        prompt: str,
+        session_id: str | None = None,
+        stream: bool = False,
+        raw: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> GenerateResult | AnswerStream:
+        """Returns the answer to `prompt`, which is the user's text of a chat, or with `raw` the model's own input.
+
+        Args:
+            session_id: one id for all steps of a run; the server keeps its cache. None lets the server guess.
+            stream: return an `AnswerStream` instead.
+            options: temperature, max_tokens, stop_sequences, track_feedback, tools and more (`AnswerOptions`).
+
+        Raises:
+            RequestError: an argument cannot be sent.
+            ClientError: see `MagnitudeClient.chat`.
+        """
+        messages = None if raw else ({"role": "user", "content": prompt},)
+        ask = Ask(messages=messages, prompt=prompt, session_id=session_id, stream=stream, options=Options(**options))
+        return await self._answer(ask)
+
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        session_id: str | None = None,
+        stream: Literal[False] = False,
+        **options: Unpack[AnswerOptions],
+    ) -> GenerateResult: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        session_id: str | None = None,
+        stream: Literal[True],
+        **options: Unpack[AnswerOptions],
+    ) -> AnswerStream: ...
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        session_id: str | None = None,
+        stream: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> GenerateResult | AnswerStream:
+        """Returns the answer to OpenAI `messages`; arguments as in `generate_optimized`.
+
+        Raises:
+            RequestError: an argument cannot be sent.
+            ClientError: ConnectionFailed, RequestTimeout, AuthenticationFailed, StatusError for any other HTTP
+                error, StreamBroken for an answer that is not complete, WrongEventLoop.
+        """
+        ask = Ask(messages=messages, session_id=session_id, stream=stream, options=Options(**options))
+        return await self._answer(ask)
+
+    async def submit_telemetry_feedback(self, feedback: Mapping[str, Any]) -> FeedbackReceipt:
+        """Tells the server how a session ended: `session_id`, `success`, `error_reason`, `timestamp` (ISO 8601).
+
+        Raises:
+            RequestError: a field is missing, unknown or wrong.
+            StatusError: with `error_code` `feedback_unsupported` when this server has no feedback route.
+        """
+        self._check_loop()
+        url = self._transport.url("/feedback")
+        try:
+            response = await self._transport.request("POST", url, encode_feedback(feedback))
+        except StatusError as problem:
+            if problem.status != 404:
+                raise
+            raise StatusError(
+                f"this server has no feedback route (POST {url} answered 404): the feedback was not stored; "
+                "update the server, or leave feedback out",
+                status=404,
+                error_code="feedback_unsupported",
+                param=None,
+                request_id=problem.request_id,
+            ) from problem
+        return _decode(response, FeedbackReceipt)
+
+    async def _answer(self, ask: Ask) -> GenerateResult | AnswerStream:
+        self._check_loop()
+        body = encode(ask, self._model or await self._choose_model(), self._config)
+        url = self._transport.url(ask.path)
+        try:
+            if ask.stream:
+                response, events = await self._transport.stream(url, body)
+                return AnswerStream(events, _collector(ask, response), self._check_loop)
+            response = await self._transport.request("POST", url, body)
+        except StatusError as problem:
+            if problem.error_code == "model_not_found":
+                self._model = None  # the server serves another one by now: look again at the next call
+            raise
+        collector = _collector(ask, response)
+        collector.add(response.content)
+        return collector.result()
+
+    async def _choose_model(self) -> str:
+        """Returns the model to ask for: the config's where the server lists it, else the served one."""
+        served = await self._served_models()
+        if not served:
+            raise NotReady(f"{self._transport.url('/models')} lists no model: the server is not ready to answer")
+        wanted = self._config.target_model_path
+        if wanted is not None and wanted not in served:
+            self._warn_once(other_model(wanted, served))
+        self._model = wanted if wanted is not None and wanted in served else served[0]
+        return self._model
+
+    async def _served_models(self) -> tuple[str, ...]:
+        response = await self._transport.request("GET", self._transport.url("/models"))
+        return tuple(model.id for model in _decode(response, _Models).data)
+
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise WrongEventLoop(
+                "this MagnitudeClient belongs to another event loop: make one inside each asyncio.run(...)"
+            )
+
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warned:
+            self._warned.add(warning)
+            log.warning("%s", warning)
+
+
+def _collector(ask: Ask, response: httpx.Response) -> Collector:
+    headers = response.headers
+    origin = Origin(
+        session_id=ask.session_id or headers.get("x-magnitude-session", ""),
+        route=headers.get("x-magnitude-route", ""),
+        request_id=headers.get("x-request-id", ""),
+        logprobs=ask.options.logprobs is not None and ask.options.logprobs is not False,
+    )
+    return Collector(origin, str(response.request.url))
+
+
+def _decode(response: httpx.Response, shape: type[_T]) -> _T:
+    """Returns the body as `shape`; raises StatusError for any other body."""
+    try:
+        return msgspec.json.decode(response.content, type=shape)
+    except msgspec.DecodeError as problem:
+        raise StatusError(
+            f"{response.request.url} answered something else than this client expects ({problem}): "
+            "is the endpoint a Magnitude server's base URL?",
+            status=response.status_code,
+            error_code=None,
+            param=None,
+            request_id=response.headers.get("x-request-id"),
+        ) from problem
