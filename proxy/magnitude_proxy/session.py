@@ -1,0 +1,165 @@
+"""Session leases: what the proxy knows of a session, who may write it, and what to do when the store is away.
+
+A request opens its session and gets a `Lease` with the record and a fencing token; when it ends it commits one step.
+A commit is compare-and-set in the store (see `store/sessions.lua`): of two leases of one branch only the later one
+can commit, once. Branches of one session (sub-agents) do not fence each other. With the store down, leases come from
+memory and say `degraded`; when it is back, the next `open` simply uses it again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from magnitude_proxy.config import StoreConfig
+from magnitude_proxy.identity import Identity
+from magnitude_proxy.store.connection import StoreConnection, StoreDown
+from magnitude_proxy.store.embedded import EmbeddedStore
+from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
+from magnitude_proxy.store.memory import MemoryStore
+from magnitude_proxy.store.record import SessionRecord, State, StepOutcome, after
+from magnitude_proxy.telemetry import STALE_COMMITS, STORE_ERRORS, STORE_SECONDS, STORE_UP, Telemetry, store_log
+
+__all__ = ["Lease", "SessionRecord", "Sessions", "State", "StepOutcome"]
+
+IN_MEMORY = "none"
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to commit one step of a session.
+
+    Attributes:
+        epoch: the session's lease count; grows with every open.
+        token: `<store run id>.<nonce>.<epoch>`, new with every open.
+        step: the session's step that this request is, from 0.
+        degraded: the store did not answer; the record is this process's own.
+    """
+
+    identity: Identity
+    epoch: int
+    token: str
+    step: int
+    degraded: bool
+    record: SessionRecord
+
+
+class Sessions:
+    """Opens and commits sessions; owns the store's connection and the embedded server, if any."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        data_dir: Path,
+        telemetry: Telemetry,
+        *,
+        clock: Callable[[], float] = time.time,
+        nonce: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
+        """`clock` gives Unix seconds; `nonce` gives a value never given before."""
+        self._config = config
+        self._telemetry = telemetry
+        self._clock = clock
+        self._nonce = nonce
+        self._memory = MemoryStore()
+        self._embedded = EmbeddedStore(data_dir / "store") if config.url is None else None
+        url = self._embedded.url if self._embedded is not None else config.url
+        self._store = StoreConnection(url, config.timeout_s, library=LIBRARY) if url and url != IN_MEMORY else None
+        telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
+
+    @property
+    def problem(self) -> str | None:
+        """Why sessions are kept in memory although a store is configured; None when it answers."""
+        if self._store is None or self._store.up:
+            return None
+        return (self._embedded.problem if self._embedded is not None else None) or self._store.problem
+
+    def healthy(self) -> bool:
+        """True when the store answers, or none is wanted."""
+        return self._store is None or self._store.up
+
+    async def start(self) -> None:
+        """Starts the embedded server and connects; returns with the store down too (see `problem`)."""
+        if self._embedded is not None:
+            await self._embedded.start()
+        if self._store is not None:
+            await self._store.start()
+            if not self._store.up:
+                store_log.warning("sessions are kept in memory until the store answers: %s", self.problem)
+
+    async def close(self) -> None:
+        """Closes the connection and stops the embedded server if this process owns it."""
+        if self._store is not None:
+            await self._store.close()
+        if self._embedded is not None:
+            await self._embedded.close()
+
+    async def open(self, identity: Identity) -> Lease:
+        """Returns the lease of the next step; from memory when the store does not answer within its limit."""
+        now = self._clock()
+        nonce = self._nonce()
+        if self._store is not None:
+            try:
+                call = open_call(identity.session, identity.branch, nonce, now, self._config.session_ttl_s)
+                opened = parse_opened(identity.session, await self._call("open", *call))
+                self._memory.remember(opened.record)
+                return _lease(identity, opened.token, opened.record, degraded=False)
+            except StoreDown:
+                pass
+        token, record = self._memory.open(identity.session, identity.branch, nonce, now)
+        return _lease(identity, token, record, degraded=self._store is not None)
+
+    async def commit(self, lease: Lease, outcome: StepOutcome) -> bool:
+        """Records one step under `lease`; False when it was not recorded in the store.
+
+        That is so when a later lease of the branch exists, this one has committed already or the store lost it
+        (counted as stale), and when the store did not answer: then the step is kept in memory.
+        """
+        now = self._clock()
+        session, branch = lease.identity.session, lease.identity.branch
+        if self._store is None or lease.degraded:
+            return self._count_stale(self._memory.commit(session, branch, lease.token, outcome, now))
+        try:
+            call = commit_call(session, branch, lease.token, outcome, now, self._config.session_ttl_s)
+            return self._count_stale(await self._call("commit", *call) == 1)
+        except StoreDown:
+            known = self._memory.get(session)
+            if known is None or known.epoch <= lease.epoch:
+                self._memory.remember(after(lease.record, outcome, now))
+            return False
+
+    async def get(self, session: str) -> SessionRecord | None:
+        """Returns the record of a session id, None when there is none (or, with the store down, none here)."""
+        if self._store is not None:
+            try:
+                return parse_record(session, await self._call("get", *get_call(session)))
+            except StoreDown:
+                pass
+        return self._memory.get(session)
+
+    async def _call(self, operation: str, *command: str | int | float) -> object:
+        """Runs one function of the store with its metrics; raises StoreDown."""
+        if self._store is None:
+            raise StoreDown("no store is configured")
+        began = time.perf_counter()
+        try:
+            reply = await self._store.call(*command)
+        except StoreDown:
+            self._telemetry.count(STORE_ERRORS, operation=operation)
+            raise
+        self._telemetry.observe(STORE_SECONDS, time.perf_counter() - began, operation=operation)
+        return reply
+
+    def _count_stale(self, committed: bool) -> bool:
+        if not committed:
+            self._telemetry.count(STALE_COMMITS)
+        return committed
+
+
+def _lease(identity: Identity, token: str, record: SessionRecord, *, degraded: bool) -> Lease:
+    return Lease(
+        identity=identity, epoch=record.epoch, token=token, step=record.steps, degraded=degraded, record=record
+    )

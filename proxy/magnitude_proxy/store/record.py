@@ -1,0 +1,77 @@
+"""What is known of a session, and how one finished step changes it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+State = Literal["thinking", "waiting_on_tool", "idle", "failed"]
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One session as of its last commit (or as just created).
+
+    Attributes:
+        epoch: counts the leases given out, over all branches.
+        steps: steps committed.
+        prompt_tokens, completion_tokens, cached_tokens: totals over those steps.
+        failures: steps committed that did not end in an answer.
+        route: label of the route that answered last; empty before the first commit.
+        finish_reason: of the last step; empty before the first commit.
+        created_s, seen_s: Unix time of the first and the last open or commit.
+    """
+
+    session: str
+    epoch: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    failures: int = 0
+    state: State = "thinking"
+    route: str = ""
+    finish_reason: str = ""
+    created_s: float = 0.0
+    seen_s: float = 0.0
+
+
+class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one step ended.
+
+    Attributes:
+        route: label of the route that answered, as in the `x-magnitude-route` header.
+        tool_call: the answer calls a tool, so that the session now waits for it.
+        ok: the client got a complete answer.
+    """
+
+    route: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    tool_call: bool
+    ok: bool
+
+
+def state_after(outcome: StepOutcome) -> State:
+    """Returns the session's state once `outcome` is committed; every open sets it to `thinking` again."""
+    if not outcome.ok:
+        return "failed"
+    return "waiting_on_tool" if outcome.tool_call else "idle"
+
+
+def after(record: SessionRecord, outcome: StepOutcome, now: float) -> SessionRecord:
+    """Returns `record` with one more step; the store's function `commit` does the same in Lua."""
+    return msgspec.structs.replace(
+        record,
+        steps=record.steps + 1,
+        prompt_tokens=record.prompt_tokens + outcome.prompt_tokens,
+        completion_tokens=record.completion_tokens + outcome.completion_tokens,
+        cached_tokens=record.cached_tokens + outcome.cached_tokens,
+        failures=record.failures + (not outcome.ok),
+        state=state_after(outcome),
+        route=outcome.route,
+        finish_reason=outcome.finish_reason,
+        seen_s=now,
+    )
