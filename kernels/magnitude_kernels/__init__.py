@@ -1,0 +1,1 @@
+"""Operations that have a plain torch reference and a Triton kernel; call them through `dispatch`."""

@@ -1,0 +1,1 @@
+"""Drawing one token per row from masked, tempered and truncated logits with keyed noise."""
