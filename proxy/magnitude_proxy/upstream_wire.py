@@ -85,7 +85,7 @@ class WireChoice(msgspec.Struct, frozen=True):
     text: str | None = None
     logprobs: WireLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    stop_reason: Any = None
 
 
 class WireAnswer(msgspec.Struct, frozen=True):
@@ -162,6 +162,32 @@ def neutral_usage(usage: WireUsage | None) -> api.Usage:
         cached_tokens=prompt.cached_tokens or 0,
         reasoning_tokens=completion.reasoning_tokens or 0,
     )
+
+
+class Tally:
+    """What one answer has given so far."""
+
+    def __init__(self, request: api.Generate) -> None:
+        self._request = request
+        self._finished: set[int] = set()
+        self._seen: set[int] = set()
+        self.content = False
+        self.usage: WireUsage | None = None
+
+    def note(self, event: api.Delta | api.Finished) -> None:
+        """Counts one event."""
+        self.content = True
+        self._seen.add(event.choice)
+        if isinstance(event, api.Finished):
+            self._finished.add(event.choice)
+
+    def complete(self) -> bool:
+        """True when no choice is missing or cut off."""
+        return len(self._finished) >= self._request.n and self._finished >= self._seen
+
+    def completed(self) -> api.Completed:
+        """Returns the end mark with the server's counts."""
+        return api.Completed(request=self._request.request, epoch=self._request.epoch, usage=neutral_usage(self.usage))
 
 
 def read_error(error: Any) -> WireError:

@@ -1,0 +1,331 @@
+"""One OpenAI-compatible server as a route: requests out, neutral events back, every trouble a typed failure.
+
+| code of the failure       | when                                                          | another route may try |
+|---------------------------|---------------------------------------------------------------|-----------------------|
+| `upstream_http_STATUS`    | any status but 200; 400, 404, 413, 422 carry the server's own words | all but those four |
+| `upstream_unreachable`    | no connection: refused, name, TLS, no socket within `connect_s`     | yes                |
+| `upstream_disconnected`   | the connection was closed before an answer began              | yes, the same one too |
+| `upstream_timeout`        | `first_token_s` or `idle_s` passed                            | yes                   |
+| `upstream_stream_broken`  | cut off, not HTTP, not JSON, not UTF-8, an oversized line, an error inside a 200 | yes   |
+| `upstream_empty`          | a 200 without any choice                                      | yes                   |
+| `upstream_too_large`      | a whole answer over 64 MiB                                    | yes                   |
+
+An answer is complete only when every choice that was asked for has its `finish_reason`. Nothing of the client's
+headers is sent on, redirects are not followed, compressed answers are not asked for and not accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from magnitude_engine import api
+from magnitude_engine.errors import ConfigError
+from magnitude_proxy import policy
+from magnitude_proxy.config import UpstreamConfig
+from magnitude_proxy.route import Step
+from magnitude_proxy.sse import DONE_DATA, EventParser, OversizedEvent
+from magnitude_proxy.telemetry import SPAN_ATTEMPT, Telemetry
+from magnitude_proxy.upstream_errors import Trouble, connection_trouble, retry_after_s, status_trouble
+from magnitude_proxy.upstream_wire import (
+    Tally,
+    WireAnswer,
+    answer_decoder,
+    choice_events,
+    outgoing,
+    read_error,
+    read_error_body,
+)
+
+ANSWER_LIMIT = 64 * 1024 * 1024
+ERROR_BODY_LIMIT = 64 * 1024
+MODELS_FRESH_S = 30.0
+MODELS_TIMEOUT_S = 5.0
+CONNECTIONS = 1024
+# aiohttp warns about larger bodies given as bytes, since it writes them in one go.
+_STREAMED_BODY = 1024 * 1024
+_DRAIN_S = 0.1
+_PATHS = {"chat": "/chat/completions", "completions": "/completions"}
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """One entry of `GET /models`."""
+
+    id: str
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """The body of `GET /models`."""
+
+    data: list[ModelEntry] = []
+
+
+def make_session() -> aiohttp.ClientSession:
+    """Returns the connection pool of all upstreams; call it in the running loop and close it at the end.
+
+    No cookies, no proxies from the environment, no decompression (so no decompression bombs), no total timeout:
+    each request sets its own limits and turns redirects off.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity", "User-Agent": "magnitude"},
+        timeout=aiohttp.ClientTimeout(total=None),
+        auto_decompress=False,
+        trust_env=False,
+    )
+
+
+class Upstream:
+    """A route to one server; `clock` gives monotonic seconds.
+
+    Raises:
+        ConfigError: the key file cannot be read or used.
+    """
+
+    def __init__(
+        self,
+        config: UpstreamConfig,
+        session: aiohttp.ClientSession,
+        telemetry: Telemetry,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._telemetry = telemetry
+        self._clock = clock
+        self._base = config.url.rstrip("/")
+        self._headers = _authorization(config)
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=config.connect_s, sock_connect=config.connect_s)
+        self._models: tuple[str, ...] = ()
+        self._models_until = float("-inf")
+        self._models_lock = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        """The configured name."""
+        return self._config.name
+
+    def available(self) -> bool:
+        """Always True: only an attempt can tell. The dispatcher adds breaker and Retry-After."""
+        return True
+
+    async def models(self) -> tuple[str, ...]:
+        """Returns the names that the server lists, at most 30 s old; those last known when it does not answer."""
+        async with self._models_lock:
+            if self._clock() >= self._models_until:
+                self._models = await self._list_models()
+                self._models_until = self._clock() + MODELS_FRESH_S
+            return self._models
+
+    async def answer(self, step: Step, attempt: int) -> AsyncGenerator[api.AnswerEvent, None]:
+        """Yields the server's answer to `step`, ending with Completed or Failed; see `Route.answer`."""
+        try:
+            async with aclosing(self._exchange(step)) as events:
+                async for event in events:
+                    yield event
+        except Trouble as trouble:
+            yield trouble.failed(step.request)
+
+    async def _exchange(self, step: Step) -> AsyncGenerator[api.AnswerEvent, None]:
+        deadline = self._clock() + self._config.first_token_s
+        response = await self._open(step, deadline)
+        try:
+            yield api.Started(request=step.request.request, epoch=step.request.epoch)
+            # Servers that cannot stream, or that report an error, answer a streaming request with plain JSON.
+            whole = not step.stream or response.content_type == "application/json"
+            read = self._whole if whole else self._stream
+            async with aclosing(read(response, step, deadline)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            response.close()
+
+    async def _open(self, step: Step, deadline: float) -> aiohttp.ClientResponse:
+        """Sends the request; returns the response once its status is 200."""
+        body = msgspec.json.encode(outgoing(self._config, step))
+        try:
+            with self._telemetry.span(SPAN_ATTEMPT, route=self.name):
+                async with asyncio.timeout(deadline - self._clock()):
+                    response = await self._session.post(
+                        self._base + _PATHS[step.kind],
+                        data=io.BytesIO(body) if len(body) > _STREAMED_BODY else body,
+                        headers=self._headers,
+                        allow_redirects=False,
+                        timeout=self._timeout,
+                    )
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise connection_trouble(self.name, error, self._limit_words(False)) from error
+        try:
+            await self._accept(response, deadline)
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    async def _accept(self, response: aiohttp.ClientResponse, deadline: float) -> None:
+        """Returns when the response may be read; raises Trouble for any status but 200 and for compression."""
+        status = response.status
+        if status != 200:
+            final = status in policy.UPSTREAM_FINAL
+            body = await self._read_all(response, ERROR_BODY_LIMIT, deadline) if final else b""
+            raise status_trouble(self.name, status, read_error_body(body), retry_after_s(response.headers))
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Trouble("upstream_stream_broken", f"upstream {self.name} compressed its answer although asked not to")
+
+    async def _stream(
+        self, response: aiohttp.ClientResponse, step: Step, deadline: float
+    ) -> AsyncGenerator[api.AnswerEvent, None]:
+        parser = EventParser()
+        tally = Tally(step.request)
+        ended = False
+        while not ended:
+            try:
+                piece = await self._read(response, deadline, tally.content)
+            except Trouble:
+                if not tally.complete():
+                    raise
+                break
+            ended = not piece
+            for data in self._events(parser, piece):
+                if data == DONE_DATA:
+                    ended = True
+                    await _drain(response)
+                    break
+                for event in self._chunk(data, step, tally):
+                    yield event
+                if tally.content:
+                    deadline = self._clock() + self._config.idle_s
+        if not tally.complete():
+            raise Trouble(
+                "upstream_stream_broken", f"upstream {self.name} ended its stream before the answer was complete"
+            )
+        yield tally.completed()
+
+    def _events(self, parser: EventParser, piece: bytes) -> Iterator[bytes]:
+        try:
+            for event in parser.feed(piece):
+                if event.data:
+                    yield event.data
+        except OversizedEvent as error:
+            raise Trouble("upstream_stream_broken", f"upstream {self.name} sent a broken stream: {error}") from error
+
+    def _chunk(self, data: bytes, step: Step, tally: Tally) -> Iterator[api.Delta | api.Finished]:
+        answer = self._decode(data)
+        if answer.usage is not None:
+            tally.usage = answer.usage
+        for choice in answer.choices or ():
+            if choice.finish_reason == "error":
+                raise Trouble("upstream_stream_broken", f"upstream {self.name} ended a choice with an error")
+            try:
+                events = list(choice_events(choice, step.request))
+            except msgspec.ValidationError as error:
+                raise self._unreadable(error) from error
+            for event in events:
+                tally.note(event)
+                yield event
+
+    async def _whole(
+        self, response: aiohttp.ClientResponse, step: Step, deadline: float
+    ) -> AsyncGenerator[api.AnswerEvent, None]:
+        body = await self._read_all(response, ANSWER_LIMIT, deadline)
+        tally = Tally(step.request)
+        events = list(self._chunk(body, step, tally)) if body else []
+        if not events:
+            raise Trouble("upstream_empty", f"upstream {self.name} answered 200 without an answer")
+        if not tally.complete():
+            raise Trouble("upstream_stream_broken", f"upstream {self.name} sent an incomplete answer")
+        for event in events:
+            yield event
+        yield tally.completed()
+
+    def _decode(self, data: bytes) -> WireAnswer:
+        try:
+            answer = answer_decoder.decode(data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise self._unreadable(error) from error
+        if answer.error:
+            told = read_error(answer.error)
+            status = int(told.code) if str(told.code).isdecimal() else 0
+            if 400 <= status < 600:
+                raise status_trouble(self.name, status, told, None)
+            words = f": {told.message[:300]}" if told.message else ""
+            raise Trouble("upstream_stream_broken", f"upstream {self.name} reported an error inside its answer{words}")
+        return answer
+
+    def _unreadable(self, error: Exception) -> Trouble:
+        words = str(error) if isinstance(error, msgspec.ValidationError) else "not valid JSON"
+        return Trouble("upstream_stream_broken", f"upstream {self.name} sent a piece that cannot be read: {words}")
+
+    async def _read(self, response: aiohttp.ClientResponse, deadline: float, content: bool) -> bytes:
+        """Returns the next bytes, none at the end."""
+        try:
+            async with asyncio.timeout(deadline - self._clock()):
+                return await response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise connection_trouble(self.name, error, self._limit_words(content), begun=True) from error
+
+    async def _read_all(self, response: aiohttp.ClientResponse, limit: int, deadline: float) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        while piece := await self._read(response, deadline, False):
+            size += len(piece)
+            if size > limit:
+                raise Trouble("upstream_too_large", f"upstream {self.name} sent an answer of more than {limit} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _limit_words(self, content: bool) -> str:
+        if content:
+            return f"nothing new for {self._config.idle_s:g} s (its idle_s)"
+        return f"no answer within {self._config.first_token_s:g} s (its first_token_s)"
+
+    async def _list_models(self) -> tuple[str, ...]:
+        limit = aiohttp.ClientTimeout(total=MODELS_TIMEOUT_S, sock_connect=self._config.connect_s)
+        try:
+            async with self._session.get(
+                f"{self._base}/models", headers=self._headers, allow_redirects=False, timeout=limit
+            ) as response:
+                if response.status != 200:
+                    return self._models
+                body = await self._read_all(response, ANSWER_LIMIT, self._clock() + MODELS_TIMEOUT_S)
+            listed = msgspec.json.decode(body, type=ModelList)
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError, Trouble):
+            return self._models
+        return tuple(entry.id for entry in listed.data)
+
+
+def _authorization(config: UpstreamConfig) -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    if config.key_file is None:
+        return headers
+    try:
+        key = Path(config.key_file).read_text("ascii").strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not plain ASCII text"
+        raise ConfigError(
+            f"the key file of upstream {config.name} cannot be read: {reason}; give a file with one bearer token",
+            param=f"upstreams.{config.name}.key_file",
+        ) from error
+    if not key or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"the key file of upstream {config.name} must hold exactly one bearer token on one line",
+            param=f"upstreams.{config.name}.key_file",
+        )
+    return {**headers, "Authorization": f"Bearer {key}"}
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Reads what follows the end mark, as a rule nothing, so that the connection can be used again."""
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            while await response.content.readany():
+                pass
+    except (aiohttp.ClientError, OSError):
+        response.close()
