@@ -65,6 +65,7 @@ admin_port = {{ .Values.proxy.adminPort }}
 mode = "attach"
 socket = {{ include "magnitude.socket" . | quote }}
 model = {{ .Values.model.name | toJson }}
+aliases = {{ .Values.model.aliases | toJson }}
 {{- else }}
 mode = "none"
 {{- end }}

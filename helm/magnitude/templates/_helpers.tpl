@@ -93,6 +93,16 @@ seccompProfile:
 
 {{- /* Stops rendering when the values contradict each other; says which value to change. */ -}}
 {{- define "magnitude.check" -}}
+{{- if .Values.server.enabled }}
+{{- include "magnitude.check.server" . }}
+{{- else if not .Values.sidecar.enabled }}
+{{- fail "server.enabled and sidecar.enabled are both false: nothing would be installed; enable one" }}
+{{- else if not .Values.sidecar.upstreams }}
+{{- fail "server.enabled is false and sidecar.upstreams is empty: the sidecar would have nothing behind it; add an upstream" }}
+{{- end }}
+{{- end }}
+
+{{- define "magnitude.check.server" -}}
 {{- $v := .Values }}
 {{- if and (not $v.auth.existingSecret) (not $v.auth.insecure) }}
 {{- fail "auth.existingSecret is empty: create a Secret with a line `KEY TENANT` (kubectl create secret generic magnitude-keys --from-literal=keys='sk-… default') and name it, or set auth.insecure=true where only trusted clients reach the Service" }}

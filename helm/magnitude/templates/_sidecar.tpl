@@ -15,7 +15,8 @@ chart's own context; from a parent chart that is `.Subcharts.magnitude`.
   restartPolicy: Always
   image: {{ include "magnitude.image" (dict "image" .Values.proxy.image "root" .) | quote }}
   imagePullPolicy: {{ .Values.proxy.image.pullPolicy }}
-  args: [serve, --config=/etc/magnitude/config/magnitude.toml]
+  # The flag wins over MAGNITUDE_PORT, which a Service called magnitude sets in every pod with service links.
+  args: [serve, --config=/etc/magnitude/config/magnitude.toml, --port={{ .Values.sidecar.port }}]
   {{- with include "magnitude.storeEnv" . | trim }}
   env:
     {{- . | nindent 4 }}
