@@ -130,16 +130,25 @@ class StoreConnection:
 
     async def _answer(self, reply: asyncio.Future[object], deadline: float) -> object:
         """Returns what the pump put into `reply`; a deadline that passes takes the store down."""
-        await asyncio.wait((reply,), timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
-        for _ in range(GRACE_TURNS):
-            if reply.done():
-                break
-            # The timer may be due only because this loop stood still: let data that has arrived through first.
-            await asyncio.sleep(0)
-        if not reply.done():
-            self._down(f"{self._address} did not answer within {self._timeout_s:g} s")
-            raise StoreDown(self.problem)
-        return reply.result()
+        timer = asyncio.get_running_loop().call_at(deadline, self._overdue, reply, GRACE_TURNS)
+        try:
+            return await reply
+        finally:
+            timer.cancel()
+
+    def _overdue(self, reply: asyncio.Future[object], turns: int) -> None:
+        """Takes the store down unless the reply arrives within `turns` turns of the event loop.
+
+        The timer may be due only because the loop stood still: data that has arrived meanwhile goes first.
+        """
+        if reply.done():
+            return
+        if turns > 0:
+            asyncio.get_running_loop().call_soon(self._overdue, reply, turns - 1)
+            return
+        problem = f"{self._address} did not answer within {self._timeout_s:g} s"
+        self._down(problem)
+        reply.set_result(StoreDown(problem))
 
     def _down(self, problem: str) -> None:
         """Stops sending; the pump drops the connection as soon as its present exchange ends."""

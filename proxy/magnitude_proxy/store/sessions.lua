@@ -10,7 +10,7 @@
 
 local FIELDS = {'epoch', 'steps', 'prompt_tokens', 'completion_tokens', 'cached_tokens', 'failures', 'state', 'route',
                 'finish_reason', 'created', 'seen'}
-local MAX_FIELDS = 1024
+local MAX_LEASES = 512
 
 local run_id = nil
 
@@ -21,12 +21,12 @@ local function server()
   return run_id
 end
 
--- Drops leases that were given out long ago and never committed.
+-- Drops leases that never committed, so that no session holds more than twice MAX_LEASES.
 local function sweep(key, epoch)
   local all = redis.call('HGETALL', key)
   for i = 1, #all, 2 do
     local counter = string.sub(all[i], 1, 6) == 'lease:' and tonumber(string.match(all[i + 1], '(%d+)$'))
-    if counter and counter < epoch - MAX_FIELDS / 2 then
+    if counter and counter < epoch - MAX_LEASES then
       redis.call('HDEL', key, all[i])
     end
   end
@@ -41,7 +41,7 @@ local function open(keys, args)
     redis.call('HSET', key, 'created', args[3])
   end
   redis.call('HSET', key, 'state', 'thinking', 'seen', args[3], 'lease:' .. args[1], token)
-  if redis.call('HLEN', key) > MAX_FIELDS then
+  if epoch % MAX_LEASES == 0 then
     sweep(key, epoch)
   end
   redis.call('PEXPIRE', key, args[4])

@@ -1,0 +1,242 @@
+"""The route to the local worker: one unix socket, many requests, and no frame that reaches the wrong one.
+
+    connect ─► Hello ─► Welcome (protocol checked) ─► frames: Status to the pulse, events to their request's inbox
+       ▲                                                │
+       └──── back-off ◄── every open request fails ◄── lost: closed, reset, malformed frame
+
+The fence of an attempt is `lease epoch * 1000 + attempt`: a frame that carries another one is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from magnitude_engine import api
+from magnitude_proxy.inbox import Inbox
+from magnitude_proxy.route import Step
+from magnitude_proxy.telemetry import FRAMES_FENCED, WORKER_UP, WORKER_VALUE, Telemetry, worker_log
+
+ATTEMPTS = 1000
+WELCOME_S = 10.0
+PROBE_S = 1.0
+RECONNECT_FIRST_S = 0.02
+RECONNECT_MOST_S = 1.0
+
+
+class Pulse(NamedTuple):
+    """How the connected worker does.
+
+    Attributes:
+        pid: process id it gave; None while there is no connection.
+        silent_s: seconds since its last Status (or the connection, before the first).
+        stuck_s: seconds since its step counter moved or it had no work.
+    """
+
+    pid: int | None
+    silent_s: float
+    stuck_s: float
+
+    def hung(self, limit_s: float) -> bool:
+        """True when a connected worker has been silent or stuck for `limit_s`."""
+        return self.pid is not None and max(self.silent_s, self.stuck_s) >= limit_s
+
+
+class LocalRoute:
+    """Sends steps to the worker behind `socket` and keeps connected to it; `start` and `close` belong to the owner.
+
+    Attributes:
+        card: the model served; of the last worker while none is connected.
+        status: the last status of the connected worker.
+        problem: why there is no connection.
+    """
+
+    def __init__(
+        self, socket: Path, telemetry: Telemetry, *, hang_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """A worker hung for `hang_s` gets no new requests. `clock` gives monotonic seconds."""
+        self._socket = socket
+        self._telemetry = telemetry
+        self._hang_s = hang_s
+        self._clock = clock
+        self._inboxes: dict[tuple[str, int], Inbox] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._pid: int | None = None
+        self._heard = self._moved = clock()
+        self._task: asyncio.Task[None] | None = None
+        self.card: api.ModelCard | None = None
+        self.status: api.Status | None = None
+        self.problem: str | None = "the worker is not connected yet"
+        telemetry.gauge(WORKER_UP, lambda: [(float(self.available()), {})])
+        telemetry.gauge(WORKER_VALUE, self._values)
+
+    @property
+    def name(self) -> str:
+        """`local`."""
+        return "local"
+
+    async def start(self) -> None:
+        """Begins to connect; returns at once."""
+        self._task = asyncio.create_task(self._keep_connected(), name="magnitude-local")
+
+    async def close(self) -> None:
+        """Disconnects; open requests fail."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def available(self) -> bool:
+        """True when a worker is connected, has welcomed us and is not hung."""
+        return self._writer is not None and not self.pulse().hung(self._hang_s)
+
+    def pulse(self) -> Pulse:
+        """Returns how the worker does now."""
+        now = self._clock()
+        return Pulse(self._pid, now - self._heard, now - self._moved)
+
+    async def answer(self, step: Step, attempt: int) -> AsyncGenerator[api.AnswerEvent, None]:
+        """Yields the worker's events of `step`; see `Route.answer`."""
+        request = msgspec.structs.replace(step.request, epoch=step.request.epoch * ATTEMPTS + attempt)
+        key = (request.request, request.epoch)
+        writer = self._writer
+        if writer is None or key in self._inboxes:
+            reason = self.problem if writer is None else "a request with this id is already under way"
+            yield _failed(key, "worker_lost", f"the local worker cannot answer: {reason}")
+            return
+        try:
+            frame = api.encode_frame(request)
+        except ValueError as error:
+            yield _failed(key, "unsupported_feature", f"the request is too large for the local worker: {error}")
+            return
+        inbox = self._inboxes[key] = Inbox()
+        over = False
+        try:
+            _send(writer, frame)
+            with contextlib.suppress(OSError):
+                await writer.drain()
+            while not over:
+                for event in await inbox.take():
+                    over = isinstance(event, api.Completed | api.Failed)
+                    yield event
+                    if over:
+                        break
+        finally:
+            del self._inboxes[key]
+            if not over:
+                _send(writer, api.encode_frame(api.Cancel(request=request.request, epoch=request.epoch)))
+
+    async def _keep_connected(self) -> None:
+        """Connects and converses until the connection is lost, then again; ends by cancellation."""
+        pause = RECONNECT_FIRST_S
+        while True:
+            try:
+                await self._converse()
+            except EOFError:
+                self.problem = "the worker closed the connection"
+            except TimeoutError:
+                self.problem = f"the worker accepted the connection but did not answer within {WELCOME_S:g} s"
+            except OSError as error:
+                self.problem = f"no worker listens on {self._socket} ({error.strerror})"
+            except (ValueError, msgspec.MsgspecError) as error:
+                self.problem = f"the worker broke the protocol: {error}"
+            if self._pid is not None:
+                pause = RECONNECT_FIRST_S
+                worker_log.warning("connection to the worker lost: %s", self.problem)
+            self._pid = None
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, RECONNECT_MOST_S)
+
+    async def _converse(self) -> None:
+        """Runs one connection from Hello to its end; raises what ended it."""
+        reader, writer = await asyncio.open_unix_connection(self._socket)
+        probes: asyncio.Task[None] | None = None
+        try:
+            writer.write(api.encode_frame(api.Hello()))
+            frames = api.FrameReader(reader)
+            async with asyncio.timeout(WELCOME_S):
+                self._welcome(await frames.event())
+            self._writer = writer
+            self.problem = None
+            probes = asyncio.create_task(_probe(writer), name="magnitude-probe")
+            while True:
+                self._receive(await frames.event())
+        finally:
+            if probes is not None:
+                probes.cancel()
+            writer.close()
+            self._lose()
+
+    def _welcome(self, event: api.Event) -> None:
+        """Notes whom we speak to; raises ValueError when it is no worker of this protocol."""
+        if isinstance(event, api.Failed):
+            raise ValueError(f"the worker refused the connection: {event.message}")
+        if not isinstance(event, api.Welcome):
+            raise ValueError(f"the worker's first frame is {type(event).__name__} instead of Welcome")
+        if event.protocol != api.PROTOCOL_VERSION:
+            raise ValueError(
+                f"the worker speaks protocol {event.protocol} and this proxy {api.PROTOCOL_VERSION}; "
+                "run both from the same release"
+            )
+        self.card = event.model
+        self._heard = self._moved = self._clock()
+        self._pid = event.pid
+        worker_log.info("connected to worker process %d, model %s", event.pid, event.model.name)
+
+    def _receive(self, event: api.Event) -> None:
+        if isinstance(event, api.Status):
+            now = self._clock()
+            self._heard = now
+            if self.status is None or event.steps != self.status.steps or not (event.running or event.waiting):
+                self._moved = now
+            self.status = event
+        elif not isinstance(event, api.Welcome):
+            inbox = self._inboxes.get((event.request, event.epoch))
+            if inbox is None:
+                self._telemetry.count(FRAMES_FENCED)
+            else:
+                inbox.put(event)
+
+    def _lose(self) -> None:
+        """Fails every open request."""
+        self._writer = None
+        self.status = None
+        for key, inbox in self._inboxes.items():
+            inbox.put(_failed(key, "worker_lost", "the local worker was lost while it answered; try again"))
+
+    def _values(self) -> Iterable[tuple[float, dict[str, str]]]:
+        """Yields the worker's own figures for the metrics."""
+        if self.status is None:
+            return
+        own = {
+            "steps": self.status.steps,
+            "running": self.status.running,
+            "waiting": self.status.waiting,
+            "pages_free": self.status.pages_free,
+            "pages_total": self.status.pages_total,
+        }
+        for name, value in {**own, **self.status.counters, **self.status.gauges}.items():
+            yield float(value), {"name": name}
+
+
+async def _probe(writer: asyncio.StreamWriter) -> None:
+    """Asks for a status every second, so that silence means something whatever the worker sends by itself."""
+    while True:
+        _send(writer, api.encode_frame(api.Probe()))
+        await asyncio.sleep(PROBE_S)
+
+
+def _send(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    """Writes `frame` unless the connection has just ended; the reader notices that by itself."""
+    if not writer.is_closing():
+        writer.write(frame)
+
+
+def _failed(key: tuple[str, int], code: str, message: str) -> api.Failed:
+    return api.Failed(request=key[0], epoch=key[1], code=code, message=message, retryable=True)
