@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -51,6 +52,7 @@ CONNECTIONS = 1024
 # aiohttp warns about larger bodies given as bytes, since it writes them in one go.
 _STREAMED_BODY = 1024 * 1024
 _DRAIN_S = 0.1
+_ERROR_STATUS = re.compile("[45][0-9][0-9]")
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 
 
@@ -252,9 +254,8 @@ class Upstream:
             raise self._unreadable(error) from error
         if answer.error:
             told = read_error(answer.error)
-            status = int(told.code) if str(told.code).isdecimal() else 0
-            if 400 <= status < 600:
-                raise status_trouble(self.name, status, told, None)
+            if _ERROR_STATUS.fullmatch(str(told.code)):
+                raise status_trouble(self.name, int(str(told.code)), told, None)
             words = f": {told.message[:300]}" if told.message else ""
             raise Trouble("upstream_stream_broken", f"upstream {self.name} reported an error inside its answer{words}")
         return answer
