@@ -3,8 +3,11 @@
 ProxyError                    status, type, code, message, param → {"error": {...}}
 ├── BadRequest           400  a field is wrong; `param` names it
 ├── Unauthorized         401  no key, or one that is not known
+├── Forbidden            403  a Host or Origin that a loopback server does not answer
 ├── NotFound             404  no such route, model or session
+├── RequestTimeout       408  the body did not arrive in time
 ├── BodyTooLarge         413  the body exceeds the configured limit
+├── HttpRefused          4xx  the HTTP server's own refusal, such as 405
 ├── TooManyRequests      429  the queue is full or a limit is reached; Retry-After
 ├── UpstreamError        4xx  passed on from an upstream: its status, type, code and message
 ├── Unavailable          503  nothing can answer; says what was tried
@@ -82,12 +85,44 @@ class Unauthorized(ProxyError):
     default_code = "invalid_api_key"
 
 
+class Forbidden(ProxyError):
+    """A Host or Origin that a loopback server does not answer."""
+
+    status = 403
+    type = "invalid_request_error"
+    default_code = "forbidden"
+
+
 class NotFound(ProxyError):
     """No such route, model or session."""
 
     status = 404
     type = "invalid_request_error"
     default_code = "not_found"
+
+
+class RequestTimeout(ProxyError):
+    """The body did not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
+class HttpRefused(ProxyError):
+    """The HTTP server's own refusal, such as a wrong method."""
+
+    type = "invalid_request_error"
+    default_code = "invalid_request"
+
+    def __init__(self, message: str, *, status: int, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message, headers=headers)
+        self._status = status
+
+    @property
+    def http_status(self) -> int:
+        """The server's status."""
+        return self._status
 
 
 class BodyTooLarge(ProxyError):

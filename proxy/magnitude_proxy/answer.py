@@ -1,0 +1,297 @@
+"""Sends the events of one answer to the client: as one JSON body, or as a stream of server-sent events.
+
+A stream's headers wait for the first content, so that a failure before it is a proper HTTP status and the route in
+the headers is the one that answers; after `hold_headers_s` they go out all the same. From then on a failure is one
+`data: {"error": …}` event and the stream ends without `[DONE]`. A complete answer is committed to its session
+before its end is sent, so that the client's next step finds it. A client that leaves, or does not read for
+`STALL_S`, cancels the work behind its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from magnitude_engine import api
+from magnitude_proxy import sse
+from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
+from magnitude_proxy.intake import Asked
+from magnitude_proxy.render import Body, ChatBody, ChatChunks, Chunks, Head, TextBody, TextChunks, is_content
+from magnitude_proxy.replies import RouteNote
+from magnitude_proxy.route import Kind, Taken
+from magnitude_proxy.session import Lease, StepOutcome
+from magnitude_proxy.surface import Exchange, Surface
+from magnitude_proxy.telemetry import CACHED_TOKENS, COMPLETION_TOKENS, FIRST_TOKEN_SECONDS, PROMPT_TOKENS, proxy_log
+
+Events = AsyncGenerator[Taken | api.AnswerEvent, None]
+Item = Taken | api.AnswerEvent
+
+EVENTS_AHEAD = 64
+STALL_S = 30.0
+LAST_WORD_S = 1.0
+LOCAL = "local"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the events so far say about the whole answer."""
+
+    label: str = LOCAL
+    reason: str | None = None
+    usage: api.Usage = field(default_factory=api.Usage)
+    finish: str = ""
+    tool_call: bool = False
+    content: bool = False
+
+    def see(self, item: Item) -> None:
+        """Takes the next event."""
+        if isinstance(item, api.Delta):
+            self.content = self.content or is_content(item)
+            self.tool_call = self.tool_call or bool(item.tool_calls)
+        elif isinstance(item, Taken):
+            self.label, self.reason = item
+        elif isinstance(item, api.Finished):
+            self.content = True
+            self.finish = item.reason
+        elif isinstance(item, api.Completed):
+            self.usage = item.usage
+
+
+class Answer:
+    """One answer on its way to one client."""
+
+    def __init__(self, surface: Surface, exchange: Exchange, asked: Asked, lease: Lease, answer_id: str) -> None:
+        self._surface = surface
+        self._exchange = exchange
+        self._asked = asked
+        self._lease = lease
+        self._id = answer_id
+        self._tally = Tally()
+
+    async def send(self, request: web.Request, events: Events) -> web.StreamResponse:
+        """Sends the answer in the form that the client asked for; closes `events` in any case.
+
+        Raises:
+            ProxyError: it failed before anything was sent.
+        """
+        try:
+            if self._asked.stream:
+                return await self._stream(request, events)
+            return await self._whole(events)
+        except ProxyError as error:
+            error.headers.update(self._headers())
+            raise
+        finally:
+            self._exchange.route = self._tally.label
+
+    async def _whole(self, events: Events) -> web.Response:
+        body: Body = ChatBody() if self._asked.kind == "chat" else TextBody()
+        async with aclosing(events):
+            async for item in events:
+                self._see(item)
+                if isinstance(item, api.Delta | api.Finished):
+                    body.add(item)
+                elif isinstance(item, api.Failed):
+                    await self._commit(ok=False)
+                    raise from_failed(item)
+        encoded = body.encode(self._head(), self._tally.usage)
+        await self._commit(ok=True)
+        return web.Response(body=encoded, content_type="application/json", headers=self._headers())
+
+    async def _stream(self, request: web.Request, events: Events) -> web.StreamResponse:
+        """Relays events to the client while a pump reads them ahead, at most `EVENTS_AHEAD`."""
+        queue: asyncio.Queue[Item] = asyncio.Queue(EVENTS_AHEAD)
+        reader = asyncio.create_task(pump(events, queue.put))
+        outlet = Outlet(request, self._exchange)
+        try:
+            await self._relay(queue, outlet)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not (self._surface.drain.expired and outlet.open and request.transport is not None):
+                raise
+            task.uncancel()
+            stopping = Unavailable("the server is stopping; send the request again", code="stopping")
+            await outlet.write(error_frame(stopping), LAST_WORD_S)
+        finally:
+            reader.cancel()
+            await asyncio.wait({reader})
+        await outlet.end()
+        return outlet.response
+
+    async def _relay(self, queue: asyncio.Queue[Item], outlet: Outlet) -> None:
+        """Writes what comes until the answer's end has been written."""
+        clock, limits = self._surface.clock, self._surface.config.deadlines
+        script: Script | None = None
+        due = clock() + limits.hold_headers_s
+        while True:
+            batch = await _batch(queue, due - clock())
+            for item in batch:
+                self._see(item)
+            last = batch[-1] if batch else None
+            late = clock() >= due
+            if script is None:
+                if isinstance(last, api.Failed):
+                    await self._commit(ok=False)
+                    raise from_failed(last)
+                if not (late or self._tally.content or isinstance(last, api.Completed)):
+                    continue
+                script = Script(self._head(), self._asked.kind, self._tally)
+                await outlet.begin(self._headers())
+            frames = script.frames(batch)
+            if isinstance(last, api.Completed | api.Failed):
+                await self._commit(ok=isinstance(last, api.Completed))
+                await outlet.write(frames + script.ending(last), STALL_S)
+                return
+            if frames or late:
+                await outlet.write(frames or sse.KEEPALIVE, STALL_S)
+                due = clock() + limits.keepalive_s
+
+    def _see(self, item: Item) -> None:
+        before = self._tally.content
+        self._tally.see(item)
+        if self._tally.content and not before:
+            seconds = self._surface.clock() - self._exchange.began
+            self._surface.telemetry.observe(FIRST_TOKEN_SECONDS, seconds, route=self._tally.label)
+
+    def _head(self) -> Head:
+        asked = self._asked
+        return Head(
+            id=self._id,
+            created=int(self._surface.now()),
+            model=self._surface.catalogue.shown(asked.model, self._tally.label == LOCAL),
+            include_usage=asked.include_usage,
+            predicted=asked.predicted,
+        )
+
+    def _headers(self) -> dict[str, str]:
+        tally = self._tally
+        headers = {"x-magnitude-session": self._lease.identity.session, "x-magnitude-route": tally.label}
+        if tally.reason is not None:
+            headers["x-magnitude-fallback-reason"] = tally.reason
+        if self._lease.degraded:
+            headers["x-magnitude-degraded"] = "store"
+        if self._asked.ignored and tally.label == LOCAL:
+            headers["x-magnitude-ignored"] = ", ".join(self._asked.ignored)
+        return headers
+
+    async def _commit(self, *, ok: bool) -> None:
+        """Records the step in its session and the tokens in the metrics."""
+        tally, usage, telemetry = self._tally, self._tally.usage, self._surface.telemetry
+        telemetry.count(PROMPT_TOKENS, usage.prompt_tokens, route=tally.label)
+        telemetry.count(CACHED_TOKENS, usage.cached_tokens, route=tally.label)
+        telemetry.count(COMPLETION_TOKENS, usage.completion_tokens, route=tally.label)
+        outcome = StepOutcome(
+            route=tally.label,
+            finish_reason=tally.finish,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            tool_call=tally.tool_call,
+            ok=ok,
+        )
+        await self._surface.sessions.commit(self._lease, outcome)
+
+
+class Script:
+    """Turns events into the bytes of a stream; model, id and the route in the headers are fixed when it is made."""
+
+    def __init__(self, head: Head, kind: Kind, tally: Tally) -> None:
+        self._chunks: Chunks = ChatChunks(head) if kind == "chat" else TextChunks(head)
+        self._tally = tally
+        self._told = tally.label
+
+    def frames(self, batch: list[Item]) -> bytes:
+        """Returns the frames of all output in `batch`."""
+        return b"".join(map(sse.format_event, self._payloads(batch)))
+
+    def ending(self, last: api.Completed | api.Failed) -> bytes:
+        """Returns the frames that end the stream."""
+        if isinstance(last, api.Failed):
+            return error_frame(from_failed(last))
+        usage = self._chunks.usage(last.usage, self._note())
+        return (b"" if usage is None else sse.format_event(usage)) + sse.DONE
+
+    def _payloads(self, batch: list[Item]) -> Iterator[bytes]:
+        for item in batch:
+            if isinstance(item, api.Delta):
+                yield from self._chunks.delta(item)
+            elif isinstance(item, api.Finished):
+                yield from self._chunks.finished(item, self._note())
+
+    def _note(self) -> RouteNote | None:
+        """Returns the present route when the headers named another."""
+        if self._tally.label == self._told:
+            return None
+        return RouteNote(route=self._tally.label, fallback_reason=self._tally.reason)
+
+
+class Outlet:
+    """The response of a stream: headers late, writes bounded in time."""
+
+    def __init__(self, request: web.Request, exchange: Exchange) -> None:
+        self._request = request
+        self._exchange = exchange
+        self.response = web.StreamResponse()
+
+    @property
+    def open(self) -> bool:
+        """True once the headers are out."""
+        return self._exchange.sent
+
+    async def begin(self, headers: dict[str, str]) -> None:
+        """Sends the headers."""
+        self.response.headers.update(headers)
+        self.response.headers["Content-Type"] = "text/event-stream; charset=utf-8"
+        self.response.headers["Cache-Control"] = "no-cache"
+        self.response.headers["X-Accel-Buffering"] = "no"
+        self._exchange.sent = True
+        await self.response.prepare(self._request)
+
+    async def write(self, data: bytes, seconds: float) -> None:
+        """Sends `data`; raises ConnectionError when the client has left or does not read for `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.response.write(data)
+        except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionAbortedError(f"the client did not read for {seconds:g} s") from error
+
+    async def end(self) -> None:
+        """Ends the stream."""
+        await self.response.write_eof()
+
+
+def error_frame(error: ProxyError) -> bytes:
+    """Returns the event that ends a stream with an error."""
+    return sse.format_event(msgspec.json.encode(error.body()))
+
+
+async def pump(events: Events, put: Callable[[Item], Awaitable[None]]) -> None:
+    """Hands events on, whatever happens with an outcome last; cancelling it cancels the work behind."""
+    try:
+        async with aclosing(events):
+            async for item in events:
+                await put(item)
+    except Exception as error:  # noqa: BLE001 - the edge of a task: its reader must learn of the end
+        proxy_log.error("an answer failed inside the proxy", exc_info=error)
+    await put(api.Failed(request="", epoch=0, code="internal_error", message="the answer ended without an outcome"))
+
+
+async def _batch(queue: asyncio.Queue[Item], seconds: float) -> list[Item]:
+    """Returns all events that are there, waiting at most `seconds` for one; none when the time is up."""
+    batch: list[Item] = []
+    if queue.empty():
+        try:
+            async with asyncio.timeout(seconds):
+                batch.append(await queue.get())
+        except TimeoutError:
+            return batch
+    while not queue.empty():
+        batch.append(queue.get_nowait())
+    return batch

@@ -1,0 +1,104 @@
+"""Which model names are served and by whom.
+
+The worker answers to its model's name, to what the operator called it, to configured aliases, to `magnitude`,
+`default` and an empty name. An upstream takes the names of its map; one with `*`, or with an empty map, takes
+every name. A name that nobody takes is a 404 that lists what is served.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from magnitude_engine import api
+from magnitude_proxy.config import UpstreamConfig, WorkerConfig
+from magnitude_proxy.errors import NotFound
+from magnitude_proxy.replies import ModelReply
+
+ANY = "*"
+GENERIC = ("magnitude", "default", "")
+
+
+class Catalogue:
+    """The names of one proxy; `card` gives the worker's model, None before it is known."""
+
+    def __init__(
+        self,
+        worker: WorkerConfig,
+        upstreams: Sequence[UpstreamConfig],
+        card: Callable[[], api.ModelCard | None],
+        started: int,
+    ) -> None:
+        """`started` (Unix seconds) is shown as the models' creation time."""
+        self._worker = worker
+        self._upstreams = tuple(upstreams)
+        self._card = card
+        self._started = started
+
+    def local(self) -> tuple[str, ...]:
+        """Returns the names of the worker's model, the listed one first; nothing without a worker."""
+        worker = self._worker
+        if worker.mode == "none":
+            return ()
+        names = [os.path.basename(worker.model.rstrip("/")), worker.model, *worker.aliases]
+        if worker.engine is not None and worker.engine.model_name != "default":
+            names.insert(0, worker.engine.model_name)
+        card = self._card()
+        if card is not None:
+            names.insert(0, card.name)
+        return tuple(dict.fromkeys(name for name in names if name != ANY))
+
+    def listed(self) -> tuple[ModelReply, ...]:
+        """Returns the models as `GET /v1/models` lists them."""
+        local = self.local()[:1]
+        entries = [(name, "magnitude") for name in local]
+        for upstream in self._upstreams:
+            entries += [(name, upstream.name) for name in upstream.models if name != ANY]
+        unique: dict[str, str] = {}
+        for name, owner in entries:
+            unique.setdefault(name, owner)
+        return tuple(ModelReply(id=name, created=self._started, owned_by=owner) for name, owner in unique.items())
+
+    def find(self, name: str) -> ModelReply:
+        """Returns one model; raises NotFound."""
+        for model in self.listed():
+            if model.id == name:
+                return model
+        if name in self.local():
+            return ModelReply(id=name, created=self._started, owned_by="magnitude")
+        raise self._unknown(name)
+
+    def refusal(self, name: str) -> api.Failed | None:
+        """Returns why the worker does not answer for `name` although an upstream may; None when it does.
+
+        Raises:
+            NotFound: neither the worker nor any upstream takes the name.
+        """
+        served = self._worker.mode != "none" and (
+            name in GENERIC or ANY in self._worker.aliases or name in self.local()
+        )
+        if served:
+            return None
+        if not any(takes(upstream, name) for upstream in self._upstreams):
+            raise self._unknown(name)
+        unknown = self._unknown(name)
+        return api.Failed(request="", epoch=0, code=unknown.code, message=unknown.message, param="model")
+
+    def shown(self, asked: str, local: bool) -> str:
+        """Returns the model name for an answer: the worker's own, or what the client asked an upstream for."""
+        names = self.local()
+        return names[0] if names and (local or not asked) else asked
+
+    def _unknown(self, name: str) -> NotFound:
+        served = [model.id for model in self.listed()]
+        return NotFound(
+            f"model {name[:128]!r} is not served here; served: {', '.join(served) or 'none'}. "
+            "Use one of these, or add the name with --model-alias or to an upstream's models",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def takes(upstream: UpstreamConfig, name: str) -> bool:
+    """True when an upstream is asked for this name."""
+    return not upstream.models or ANY in upstream.models or name in upstream.models

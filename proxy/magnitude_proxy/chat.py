@@ -1,0 +1,62 @@
+"""`POST /v1/chat/completions`: one step of an agent, from its JSON to its answer."""
+
+from __future__ import annotations
+
+import uuid
+
+import msgspec
+from aiohttp import web
+
+from magnitude_engine import api
+from magnitude_proxy.answer import Answer
+from magnitude_proxy.errors import Unauthorized
+from magnitude_proxy.identity import identify
+from magnitude_proxy.intake import Asked, read_chat
+from magnitude_proxy.middleware import read_body
+from magnitude_proxy.route import Step
+from magnitude_proxy.session import Lease
+from magnitude_proxy.surface import EXCHANGE, SURFACE
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """Answers one chat request; raises ProxyError before anything is sent."""
+    surface, exchange = request.app[SURFACE], request[EXCHANGE]
+    asked = read_chat(await read_body(request), surface.seed())
+    salt = tenant_salt(request)
+    refusal = surface.catalogue.refusal(asked.model) or asked.refusal
+    lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
+    answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+    step = steps(asked, lease, salt, answer_id, refusal)[0]
+    return await Answer(surface, exchange, asked, lease, answer_id).send(request, surface.dispatcher.run(step))
+
+
+def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, refusal: api.Failed | None) -> list[Step]:
+    """Returns one step per prompt, each with an id of its own; an upstream gets each prompt alone."""
+    made = []
+    for index, given in enumerate(asked.inputs):
+        request_id = answer_id if index == 0 else f"{answer_id}-{index}"
+        request = msgspec.structs.replace(
+            asked.generate,
+            request=request_id,
+            epoch=lease.epoch,
+            tenant=salt,
+            session=lease.identity.session,
+            branch=lease.identity.branch,
+            run=lease.identity.run,
+            step=lease.step,
+            input=given,
+        )
+        body = asked.body
+        if len(asked.inputs) > 1:
+            body = {**body, "prompt": given.text if isinstance(given, api.TextInput) else asked.body["prompt"][index]}
+        failed = None if refusal is None else msgspec.structs.replace(refusal, request=request_id, epoch=lease.epoch)
+        made.append(Step(kind=asked.kind, request=request, body=body, stream=asked.stream, local_refusal=failed))
+    return made
+
+
+def tenant_salt(request: web.Request) -> str:
+    """Returns the salt of the request's tenant; raises Unauthorized where none was established."""
+    tenant = request[EXCHANGE].tenant
+    if tenant is None:
+        raise Unauthorized("this route needs an API key")
+    return tenant.salt

@@ -1,0 +1,143 @@
+"""What the HTTP handlers share: the parts that they call, one exchange's facts, and the orderly stop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aiohttp import web
+
+from magnitude_engine import api
+from magnitude_proxy.access import KeyRing, Tenant
+from magnitude_proxy.catalogue import Catalogue
+from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.fallback import Dispatcher
+from magnitude_proxy.session import Sessions
+from magnitude_proxy.telemetry import Telemetry
+
+SEED_BITS = 63
+
+
+class Worker(Protocol):
+    """What the handlers see of the local worker."""
+
+    @property
+    def card(self) -> api.ModelCard | None:
+        """The model, None before the worker has said."""
+
+    @property
+    def status(self) -> api.Status | None:
+        """The worker's last pulse."""
+
+    def available(self) -> bool:
+        """True when it can answer now."""
+
+
+class Drain:
+    """The orderly stop: from `close` on nothing new begins, at `expire` what still runs is ended.
+
+    A handler's work runs inside `entered`; `expire` cancels it there, and `expired` tells such a cancellation
+    from a client that left.
+    """
+
+    def __init__(self) -> None:
+        self.closing = False
+        self.expired = False
+        self._running: set[asyncio.Task[object]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def running(self) -> int:
+        """How many requests are at work."""
+        return len(self._running)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Counts the present task as a running request."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a request is handled outside of a task")
+        self._running.add(task)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running.discard(task)
+            if not self._running:
+                self._idle.set()
+
+    def close(self) -> None:
+        """Lets nothing new begin."""
+        self.closing = True
+
+    async def idle(self, seconds: float) -> bool:
+        """Waits until nothing runs, at most `seconds`; True when nothing does."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def expire(self) -> None:
+        """Cancels what still runs."""
+        self.expired = True
+        for task in self._running:
+            task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """The parts behind the handlers; one per process.
+
+    Attributes:
+        worker: None without a local worker.
+        failure: why the worker cannot start, when it cannot.
+        now: Unix seconds.
+        clock: monotonic seconds.
+        seed: a new random seed for a request without one.
+    """
+
+    config: ProxyConfig
+    keys: KeyRing
+    sessions: Sessions
+    dispatcher: Dispatcher
+    catalogue: Catalogue
+    telemetry: Telemetry
+    worker: Worker | None = None
+    failure: Callable[[], str | None] = lambda: None
+    drain: Drain = field(default_factory=Drain)
+    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
+    seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known of one HTTP request, for its headers, its log line and its metrics.
+
+    Attributes:
+        began: monotonic seconds.
+        tenant: whom the key stands for, once it is checked.
+        status: of the response; 499 when the client left before its end.
+        route: label of the route that answered, `none` when none did.
+        sent: response headers have gone out, so that no other response can.
+    """
+
+    id: str
+    began: float
+    endpoint: str
+    tenant: Tenant | None = None
+    status: int = 499
+    route: str = "none"
+    sent: bool = False
+
+
+SURFACE: web.AppKey[Surface] = web.AppKey("surface", Surface)
+EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
