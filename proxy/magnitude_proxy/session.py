@@ -17,7 +17,7 @@ import msgspec
 
 from magnitude_proxy.config import StoreConfig
 from magnitude_proxy.identity import Identity
-from magnitude_proxy.store.connection import StoreConnection, StoreDown
+from magnitude_proxy.store.connection import KNOCK_S, StoreConnection, StoreDown
 from magnitude_proxy.store.embedded import EmbeddedStore
 from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
 from magnitude_proxy.store.memory import MemoryStore
@@ -58,8 +58,9 @@ class Sessions:
         *,
         clock: Callable[[], float] = time.time,
         nonce: Callable[[], str] = lambda: secrets.token_hex(8),
+        knock_s: float = KNOCK_S,
     ) -> None:
-        """`clock` gives Unix seconds; `nonce` gives a value never given before."""
+        """`clock` gives Unix seconds, `nonce` a value never given before; `knock_s` is between attempts to connect."""
         self._config = config
         self._telemetry = telemetry
         self._clock = clock
@@ -67,7 +68,11 @@ class Sessions:
         self._memory = MemoryStore()
         self._embedded = EmbeddedStore(data_dir / "store") if config.url is None else None
         url = self._embedded.url if self._embedded is not None else config.url
-        self._store = StoreConnection(url, config.timeout_s, library=LIBRARY) if url and url != IN_MEMORY else None
+        self._store = (
+            StoreConnection(url, config.timeout_s, library=LIBRARY, knock_s=knock_s)
+            if url and url != IN_MEMORY
+            else None
+        )
         telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
 
     @property

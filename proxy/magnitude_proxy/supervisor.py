@@ -121,8 +121,8 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """Process id of the worker while it runs."""
-        running = self._process is not None and self._process.returncode is None
-        return self._process.pid if self._process is not None and running else None
+        child = self._process
+        return child.pid if child is not None and child.returncode is None else None
 
     async def start(self) -> None:
         """Begins to spawn; the worker is ready when the route that gives the pulse is available."""
@@ -223,5 +223,5 @@ class Supervisor:
 
 def _epitaph(status: int, last_error: str) -> str:
     """Returns how a worker ended by itself, with its own last words."""
-    how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+    how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
     return f"the worker ended with {how}" + (f": {last_error}" if last_error else "")
