@@ -30,6 +30,7 @@ from magnitude_engine.errors import ConfigError, NotReady, StatusError, StreamBr
 __all__ = ["AnswerStream", "FeedbackReceipt", "MagnitudeClient", "RuntimeHealth"]
 
 DEFAULT_ENDPOINT = "http://localhost:8000/v1"
+ANY_MODEL = "default"
 
 log = logging.getLogger("magnitude.client")
 _T = TypeVar("_T")
@@ -299,15 +300,22 @@ class MagnitudeClient:
         return collector.result()
 
     async def _choose_model(self) -> str:
-        """Returns the model to ask for: the config's where the server lists it, else the served one."""
+        """Returns the model to ask for: the config's where the server lists it, else the served one.
+
+        A server in front of an upstream that takes any name lists none.
+        """
         served = await self._served_models()
-        if not served:
-            raise NotReady(f"{self._transport.url('/models')} lists no model: the server is not ready to answer")
         wanted = self._config.target_model_path
-        if wanted is not None and wanted not in served:
-            self._warn_once(other_model(wanted, served))
-        self._model = wanted if wanted is not None and wanted in served else served[0]
-        return self._model
+        if not served:
+            chosen = wanted or ANY_MODEL
+        elif wanted in served:
+            chosen = wanted
+        else:
+            chosen = served[0]
+            if wanted is not None:
+                self._warn_once(other_model(wanted, served))
+        self._model = chosen
+        return chosen
 
     async def _served_models(self) -> tuple[str, ...]:
         response = await self._transport.request("GET", self._transport.url("/models"))

@@ -282,6 +282,71 @@ async def test_the_configs_model_is_used_where_it_is_served(
     assert caplog.messages == ["the server does not list the model 'other'; 'served' answers instead"]
 
 
+@pytest.mark.parametrize(("wanted", "sent"), [(None, "default"), ("gpt-x", "gpt-x")])
+async def test_a_server_that_takes_any_model_gets_the_configs(
+    server: ScriptedServer, wanted: str | None, sent: str
+) -> None:
+    server.play("GET /v1/models", Reply({"data": []}))
+    server.play(CHAT, Reply(answer("a")))
+    async with MagnitudeClient(server.base_url, config=AgentRuntimeConfig(target_model_path=wanted)) as client:
+        await client.generate_optimized(prompt="q")
+    assert [body["model"] for body in server.bodies("/v1/chat/completions")] == [sent]
+
+
+HEALTH = {
+    "status": "ok", "model": "served", "draft": None, "speculation": False, "cache": "on", "store": "ok",
+    "version": "0.1.0", "warnings": [],
+}  # fmt: skip
+
+
+async def test_health_names_what_differs_from_the_config(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.play("GET /health", Reply(HEALTH | {"status": "degraded", "warnings": ["the store is away"]}))
+    config = AgentRuntimeConfig(target_model_path="big", draft_model_path="small", speculative_decoding_enabled=True)
+    async with MagnitudeClient(server.base_url, config=config) as client:
+        health = await client.verify_runtime_health()
+        await client.verify_runtime_health()
+    assert health == RuntimeHealth(
+        status="degraded",
+        model="served",
+        cache="on",
+        store="ok",
+        warnings=(
+            "the store is away",
+            "the server does not list the model 'big'; 'served' answers instead",
+            "the server uses no draft model, not 'small'; answers are the same, speed differs",
+            "the server does not speculate; answers are the same, speed differs",
+        ),
+    )
+    assert caplog.messages == list(health.warnings)
+
+
+async def test_health_without_differences_warns_of_nothing(server: ScriptedServer, client: MagnitudeClient) -> None:
+    server.play("GET /health", Reply(HEALTH))
+    assert await client.verify_runtime_health() == RuntimeHealth(status="ok", model="served", cache="on", store="ok")
+
+
+async def test_a_server_that_is_not_ready_says_why(server: ScriptedServer, client: MagnitudeClient) -> None:
+    starting = HEALTH | {"status": "starting", **error("the model is still loading", "starting")}
+    server.play("GET /health", Reply(starting, 503))
+    with pytest.raises(NotReady, match="the model is still loading.*see the server's log"):
+        await client.verify_runtime_health()
+
+
+async def test_health_finds_a_refused_key(server: ScriptedServer, client: MagnitudeClient) -> None:
+    server.play("GET /health", Reply(HEALTH))
+    server.play("GET /v1/models", Reply(error("unknown key"), 401))
+    with pytest.raises(AuthenticationFailed, match="unknown key"):
+        await client.verify_runtime_health()
+
+
+async def test_another_kind_of_server_is_recognised(server: ScriptedServer, client: MagnitudeClient) -> None:
+    server.play("GET /health", Reply({"up": 1}))
+    with pytest.raises(StatusError, match="Magnitude server's base URL"):
+        await client.verify_runtime_health()
+
+
 async def test_a_model_that_vanished_is_looked_up_anew(server: ScriptedServer, client: MagnitudeClient) -> None:
     server.play(CHAT, Reply(answer("a")), Reply(error("no such model", "model_not_found"), 404), Reply(answer("b")))
     await client.generate_optimized(prompt="q")
