@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from magnitude_engine import AgentRuntimeConfig, MagnitudeClient
-from magnitude_engine.client import AnswerStream
+from magnitude_engine.client import AnswerStream, RuntimeHealth
 from magnitude_engine.errors import (
     AuthenticationFailed,
     ConfigError,
     ConnectionFailed,
+    NotReady,
     RequestError,
     RequestTimeout,
     StatusError,
@@ -293,7 +294,7 @@ async def test_a_server_that_takes_any_model_gets_the_configs(
     assert [body["model"] for body in server.bodies("/v1/chat/completions")] == [sent]
 
 
-HEALTH = {
+HEALTH: dict[str, Any] = {
     "status": "ok", "model": "served", "draft": None, "speculation": False, "cache": "on", "store": "ok",
     "version": "0.1.0", "warnings": [],
 }  # fmt: skip
@@ -330,7 +331,7 @@ async def test_health_without_differences_warns_of_nothing(server: ScriptedServe
 async def test_a_server_that_is_not_ready_says_why(server: ScriptedServer, client: MagnitudeClient) -> None:
     starting = HEALTH | {"status": "starting", **error("the model is still loading", "starting")}
     server.play("GET /health", Reply(starting, 503))
-    with pytest.raises(NotReady, match="the model is still loading.*see the server's log"):
+    with pytest.raises(NotReady, match=r"the model is still loading.*see the server's log"):
         await client.verify_runtime_health()
 
 
