@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
@@ -82,7 +83,8 @@ def connection_trouble(name: str, error: Exception, limit: str, *, begun: bool =
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return Trouble("upstream_unreachable", f"upstream {name} cannot be reached: its host name is not known")
     if isinstance(error, aiohttp.ClientConnectorError):
-        reason = error.os_error.strerror or "no connection"
+        # asyncio puts the address into strerror; the number has the plain words.
+        reason = os.strerror(error.os_error.errno) if error.os_error.errno else "no connection"
         return Trouble("upstream_unreachable", f"upstream {name} cannot be reached: {reason}; is it running?")
     if begun:
         return Trouble("upstream_stream_broken", f"upstream {name} broke off in the middle of its answer")
