@@ -7,8 +7,10 @@ from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from magnitude_engine import api
+from magnitude_proxy.errors import ErrorDetail
 from magnitude_proxy.fallback import Dispatcher
 from magnitude_proxy.policy import LOCAL
 from magnitude_proxy.replies import ModelsReply
@@ -17,28 +19,44 @@ from magnitude_proxy.surface import SURFACE, Surface
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+State = Literal["ok", "degraded", "starting", "unavailable", "stopping"]
+
+
+class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker's part of `/health`; `failure` says why it cannot start."""
+
+    state: Literal["ready", "loading", "failed", "none"]
+    running: int = 0
+    waiting: int = 0
+    pages_free: int = 0
+    pages_total: int = 0
+    failure: str | None = None
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `/health`; `draft`, `speculation`, `cache` and `store` are words for `MagnitudeClient`'s health struct.
+    """Body of `/health`; the first six fields are those of `MagnitudeClient`'s health struct.
 
     Attributes:
-        status: `ok`; `starting` while the model loads; `degraded` when something configured is away; `unavailable`
-            when nothing can answer.
-        worker: `ready`, `loading`, `failed` or `none`.
+        status: `ok`; `degraded` when something configured is away; with HTTP 503 `starting` while the model loads,
+            `unavailable` when nothing can answer, `stopping`.
+        card: all facts of the worker's model.
+        upstreams: name → `ok` or `held back`.
         warnings: what a person should look at.
+        error: why nothing can answer, when nothing can.
     """
 
-    status: Literal["ok", "starting", "degraded", "unavailable", "stopping"]
-    version: str
-    model: api.ModelCard | None
-    worker: str
-    store: str
-    upstreams: dict[str, str]
-    speculation: str
+    status: State
+    model: str | None
     draft: str | None
+    speculation: bool
     cache: str
-    running: int
-    waiting: int
+    store: str
+    version: str
+    card: api.ModelCard | None
+    worker: WorkerHealth
+    upstreams: dict[str, str]
     warnings: tuple[str, ...]
+    error: ErrorDetail | UnsetType = UNSET
 
 
 def product_version() -> str:
@@ -50,8 +68,9 @@ def product_version() -> str:
 
 
 async def health(request: web.Request) -> web.Response:
-    """A summary for people and clients; always 200 while the proxy runs."""
-    return _json(summary(request.app[SURFACE]))
+    """A summary for people and clients; 503 when nothing can answer."""
+    found = summary(request.app[SURFACE])
+    return _json(found, 200 if found.status in ("ok", "degraded") else 503)
 
 
 async def live(_: web.Request) -> web.Response:
@@ -63,7 +82,7 @@ async def ready(request: web.Request) -> web.Response:
     """200 when some route can answer a request now, else 503."""
     surface = request.app[SURFACE]
     able = is_ready(surface)
-    return _json({"status": "ready" if able else _state(surface)}, 200 if able else 503)
+    return _json({"status": "ready" if able else _state(surface, _worker(surface))}, 200 if able else 503)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -88,41 +107,65 @@ def is_ready(surface: Surface) -> bool:
 
 def summary(surface: Surface) -> Health:
     """Returns the state of all parts."""
-    worker = surface.worker
-    status = worker.status if worker is not None else None
     engine = surface.config.worker.engine
-    level = engine.optimization_level if engine is not None else "unknown"
+    level = engine.optimization_level if engine is not None else "on"
+    card = surface.worker.card if surface.worker is not None else None
+    worker = _worker(surface)
+    state = _state(surface, worker)
     return Health(
-        status=_state(surface),
-        version=product_version(),
-        model=worker.card if worker is not None else None,
-        worker=_worker_word(surface),
-        store=_store_word(surface),
-        upstreams=_upstream_words(surface.dispatcher),
-        speculation="off",
+        status=state,
+        model=card.name if card is not None else None,
         draft=None,
-        cache="none" if worker is None else "off" if level == "off" else "on",
-        running=status.running if status is not None else 0,
-        waiting=status.waiting if status is not None else 0,
-        warnings=tuple(_warnings(surface)),
+        speculation=False,
+        cache="none" if surface.worker is None else "off" if level == "off" else "on",
+        store=_store_word(surface),
+        version=product_version(),
+        card=card,
+        worker=worker,
+        upstreams=_upstream_words(surface.dispatcher),
+        warnings=tuple(_warnings(surface, worker)),
+        error=_error(state, worker),
     )
 
 
-def _state(surface: Surface) -> Literal["ok", "starting", "degraded", "unavailable", "stopping"]:
+def _state(surface: Surface, worker: WorkerHealth) -> State:
     if surface.drain.closing:
         return "stopping"
-    word = _worker_word(surface)
     if not surface.dispatcher.ready():
-        return "starting" if word == "loading" else "unavailable"
-    return "degraded" if _warnings(surface) else "ok"
+        return "starting" if worker.state == "loading" else "unavailable"
+    return "degraded" if _warnings(surface, worker) else "ok"
 
 
-def _worker_word(surface: Surface) -> str:
-    if surface.worker is None:
-        return "none"
-    if surface.worker.available():
-        return "ready"
-    return "failed" if surface.failure() else "loading"
+def _error(state: State, worker: WorkerHealth) -> ErrorDetail | UnsetType:
+    """Returns why nothing can answer."""
+    words = {
+        "starting": "the model is still loading",
+        "unavailable": "nothing can answer now: "
+        + (f"the local worker cannot start ({worker.failure})" if worker.failure else "no route is available"),
+        "stopping": "the server is stopping",
+    }.get(state)
+    return UNSET if words is None else ErrorDetail(message=words, type="server_error", code=state)
+
+
+def _worker(surface: Surface) -> WorkerHealth:
+    worker = surface.worker
+    if worker is None:
+        return WorkerHealth(state="none")
+    failure = surface.failure()
+    status = worker.status
+    state: Literal["ready", "loading", "failed"] = (
+        "ready" if worker.available() else "failed" if failure is not None else "loading"
+    )
+    if status is None:
+        return WorkerHealth(state=state, failure=failure)
+    return WorkerHealth(
+        state=state,
+        running=status.running,
+        waiting=status.waiting,
+        pages_free=status.pages_free,
+        pages_total=status.pages_total,
+        failure=failure,
+    )
 
 
 def _store_word(surface: Surface) -> str:
@@ -135,13 +178,12 @@ def _upstream_words(dispatcher: Dispatcher) -> dict[str, str]:
     return {view.name: "ok" if view.usable else "held back" for view in dispatcher.snapshot() if view.name != LOCAL}
 
 
-def _warnings(surface: Surface) -> list[str]:
+def _warnings(surface: Surface, worker: WorkerHealth) -> list[str]:
     """Returns what is configured but not as it should be."""
     found = []
-    failure = surface.failure()
-    if failure:
-        found.append(f"the local worker cannot start: {failure}")
-    elif surface.worker is not None and not surface.worker.available():
+    if worker.state == "failed":
+        found.append(f"the local worker cannot start: {worker.failure}")
+    elif worker.state == "loading":
         found.append("the local worker is not ready")
     if not surface.sessions.healthy():
         found.append(f"the session store is away, sessions are kept in memory: {surface.sessions.problem}")

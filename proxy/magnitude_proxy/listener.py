@@ -1,0 +1,119 @@
+"""The two HTTP listeners: their routes, and answers in OpenAI's form also to what is not HTTP."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from magnitude_engine.errors import ConfigError
+from magnitude_proxy import health
+from magnitude_proxy.chat import chat
+from magnitude_proxy.completions import completions
+from magnitude_proxy.errors import HttpRefused
+from magnitude_proxy.middleware import ADMIN, LIVE, READY, around, error_response, name_request
+from magnitude_proxy.surface import SURFACE, Surface
+from magnitude_proxy.telemetry import proxy_log
+
+IDLE_S = 75.0
+LINGER_S = 1.0
+LAST_S = 2.0
+
+
+def api_application(surface: Surface) -> web.Application:
+    """Returns the application of the public listener."""
+    app = _application(surface, admin=False)
+    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_get("/v1/models", health.models)
+    app.router.add_get("/v1/models/{name:.+}", health.model)
+    app.router.add_get("/health", health.health)
+    return app
+
+
+def admin_application(surface: Surface) -> web.Application:
+    """Returns the application of the second listener."""
+    app = _application(surface, admin=True)
+    app.router.add_get("/metrics", health.metrics)
+    return app
+
+
+def _application(surface: Surface, *, admin: bool) -> web.Application:
+    app = web.Application(middlewares=[around], client_max_size=surface.config.listen.max_body_bytes)
+    app[SURFACE] = surface
+    app[ADMIN] = admin
+    app.on_response_prepare.append(name_request)
+    app.router.add_get(LIVE, health.live)
+    app.router.add_get(READY, health.ready)
+    return app
+
+
+async def listen(app: web.Application, host: str, port: int, flag: str) -> Runner:
+    """Starts to listen; the caller cleans the runner up.
+
+    Raises:
+        ConfigError: the address cannot be used; `flag` is what to change.
+    """
+    runner = Runner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=IDLE_S,
+        lingering_time=LINGER_S,
+        auto_decompress=False,
+        shutdown_timeout=LAST_S,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another with {flag}",
+            param=flag,
+        ) from error
+    return runner
+
+
+class Runner(web.AppRunner):
+    """aiohttp's runner with `Protocol` on every connection."""
+
+    @property
+    def port(self) -> int:
+        """The port of the first socket."""
+        return int(self.addresses[0][1])
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            **made._kwargs,
+        )
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return Protocol(self, loop=self._loop, **self._kwargs)
+
+
+class Protocol(web.RequestHandler):
+    """A connection whose protocol errors (no HTTP, oversized headers) are told in OpenAI's form."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Returns the response for a request that never reached a handler; closes the connection."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun and cannot be replaced")
+        proxy_log.debug("a request could not be read: %s", type(exc).__name__)
+        words = "the request is not HTTP as this server reads it: check its first line, its headers and their size"
+        response = error_response(HttpRefused(words, status=status if status < 500 else 400))
+        response.force_close()
+        return response
