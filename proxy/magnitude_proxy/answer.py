@@ -274,13 +274,17 @@ def error_frame(error: ProxyError) -> bytes:
 
 async def pump(events: Events, put: Callable[[Item], Awaitable[None]]) -> None:
     """Hands events on, whatever happens with an outcome last; cancelling it cancels the work behind."""
+    over = False
     try:
         async with aclosing(events):
             async for item in events:
+                over = isinstance(item, api.Completed | api.Failed)
                 await put(item)
     except Exception as error:  # noqa: BLE001 - the edge of a task: its reader must learn of the end
         proxy_log.error("an answer failed inside the proxy", exc_info=error)
-    await put(api.Failed(request="", epoch=0, code="internal_error", message="the answer ended without an outcome"))
+    if not over:
+        message = "the answer ended without an outcome"
+        await put(api.Failed(request="", epoch=0, code="internal_error", message=message))
 
 
 async def _batch(queue: asyncio.Queue[Item], seconds: float) -> list[Item]:

@@ -195,7 +195,8 @@ def from_http(error: web.HTTPException, request: web.Request) -> ProxyError:
 
 
 async def name_request(request: web.Request, response: web.StreamResponse) -> None:
-    """Puts the request id into every response before its headers go out."""
+    """Puts the request id into every response before its headers go out; the server's software stays unnamed."""
+    response.headers["Server"] = "magnitude"
     exchange = request.get(EXCHANGE)
     if exchange is not None:
         response.headers["x-request-id"] = exchange.id
