@@ -33,7 +33,7 @@ from magnitude_proxy.route import Route
 from magnitude_proxy.session import Sessions
 from magnitude_proxy.settings import check
 from magnitude_proxy.supervisor import Supervisor, worker_command, worker_socket
-from magnitude_proxy.surface import Surface
+from magnitude_proxy.surface import ModelSource, Surface
 from magnitude_proxy.telemetry import Telemetry, proxy_log
 from magnitude_proxy.upstream import Upstream, make_session
 
@@ -163,8 +163,8 @@ async def _start(config: ProxyConfig, stack: AsyncExitStack) -> Surface:
     local, supervisor = await _start_worker(config, telemetry, stack)
     client = make_session()
     stack.push_async_callback(client.close)
-    routes: list[Route] = [] if local is None else [local]
-    routes += [Upstream(upstream, client, telemetry, time.monotonic) for upstream in config.upstreams]
+    upstreams = [Upstream(upstream, client, telemetry, time.monotonic) for upstream in config.upstreams]
+    routes: list[Route] = [*([] if local is None else [local]), *upstreams]
     return Surface(
         config=config,
         keys=keys,
@@ -175,6 +175,10 @@ async def _start(config: ProxyConfig, stack: AsyncExitStack) -> Surface:
         ),
         telemetry=telemetry,
         worker=local,
+        upstreams=tuple(
+            ModelSource(made.name, bool(given.models), made.models)
+            for given, made in zip(config.upstreams, upstreams, strict=True)
+        ),
         failure=lambda: None if supervisor is None else supervisor.failure,
     )
 

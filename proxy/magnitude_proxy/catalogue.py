@@ -8,7 +8,7 @@ every name. A name that nobody takes is a 404 that lists what is served.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from magnitude_engine import api
 from magnitude_proxy.config import UpstreamConfig, WorkerConfig
@@ -48,20 +48,23 @@ class Catalogue:
             names.insert(0, card.name)
         return tuple(dict.fromkeys(name for name in names if name != ANY))
 
-    def listed(self) -> tuple[ModelReply, ...]:
-        """Returns the models as `GET /v1/models` lists them."""
-        local = self.local()[:1]
-        entries = [(name, "magnitude") for name in local]
+    def listed(self, found: Mapping[str, Sequence[str]]) -> tuple[ModelReply, ...]:
+        """Returns the models as `GET /v1/models` lists them, the worker's first.
+
+        `found` holds, by upstream, what servers without a map of names list themselves.
+        """
+        entries = [(name, "magnitude") for name in self.local()[:1]]
         for upstream in self._upstreams:
-            entries += [(name, upstream.name) for name in upstream.models if name != ANY]
+            names = [*upstream.models] or found.get(upstream.name, ())
+            entries += [(name, upstream.name) for name in names if name != ANY]
         unique: dict[str, str] = {}
         for name, owner in entries:
             unique.setdefault(name, owner)
         return tuple(ModelReply(id=name, created=self._started, owned_by=owner) for name, owner in unique.items())
 
-    def find(self, name: str) -> ModelReply:
+    def find(self, name: str, found: Mapping[str, Sequence[str]]) -> ModelReply:
         """Returns one model; raises NotFound."""
-        for model in self.listed():
+        for model in self.listed(found):
             if model.id == name:
                 return model
         if name in self.local():
@@ -90,7 +93,7 @@ class Catalogue:
         return names[0] if names and (local or not asked) else asked
 
     def _unknown(self, name: str) -> NotFound:
-        served = [model.id for model in self.listed()]
+        served = [model.id for model in self.listed({})]
         return NotFound(
             f"model {name[:128]!r} is not served here; served: {', '.join(served) or 'none'}. "
             "Use one of these, or add the name with --model-alias or to an upstream's models",

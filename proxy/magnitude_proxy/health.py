@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
@@ -87,12 +88,21 @@ async def ready(request: web.Request) -> web.Response:
 
 async def models(request: web.Request) -> web.Response:
     """The list of models."""
-    return _json(ModelsReply(data=request.app[SURFACE].catalogue.listed()))
+    surface = request.app[SURFACE]
+    return _json(ModelsReply(data=surface.catalogue.listed(await _found(surface))))
 
 
 async def model(request: web.Request) -> web.Response:
     """One model; raises NotFound."""
-    return _json(request.app[SURFACE].catalogue.find(request.match_info["name"]))
+    surface = request.app[SURFACE]
+    return _json(surface.catalogue.find(request.match_info["name"], await _found(surface)))
+
+
+async def _found(surface: Surface) -> dict[str, tuple[str, ...]]:
+    """Returns what upstreams without a map of names list; those that do not answer list what they last did."""
+    open_ones = [upstream for upstream in surface.upstreams if not upstream.mapped]
+    lists = await asyncio.gather(*(upstream.models() for upstream in open_ones))
+    return {upstream.name: names for upstream, names in zip(open_ones, lists, strict=True)}
 
 
 async def metrics(request: web.Request) -> web.Response:

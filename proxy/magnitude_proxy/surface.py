@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
@@ -36,6 +36,14 @@ class Worker(Protocol):
 
     def available(self) -> bool:
         """True when it can answer now."""
+
+
+class ModelSource(NamedTuple):
+    """An upstream as a source of model names; `mapped` says that its names are configured."""
+
+    name: str
+    mapped: bool
+    models: Callable[[], Awaitable[tuple[str, ...]]]
 
 
 class Drain:
@@ -111,6 +119,7 @@ class Surface:
     catalogue: Catalogue
     telemetry: Telemetry
     worker: Worker | None = None
+    upstreams: tuple[ModelSource, ...] = ()
     failure: Callable[[], str | None] = lambda: None
     drain: Drain = field(default_factory=Drain)
     now: Callable[[], float] = time.time
