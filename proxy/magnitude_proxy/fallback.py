@@ -92,8 +92,9 @@ class Dispatcher:
     async def run(self, step: Step) -> AsyncGenerator[Taken | api.AnswerEvent, None]:
         """Yields `Taken` whenever the route changes, the events of the answer, and last one Completed or Failed.
 
-        `Started` and `Progress` come again when another route takes over; nothing else is repeated. Closing
-        the generator cancels the attempt behind it before it returns.
+        `Started` and `Progress` come again when another route takes over; nothing else is repeated. Without any
+        route to try the only event is a Failed. Closing the generator cancels the attempt behind it before it
+        returns.
         """
         with self._budget.ticket() as ticket:
             call = _Call(step, ticket, Transcript(step.request))
@@ -254,9 +255,10 @@ class Dispatcher:
             taken = policy.first_taken(call.step, self.snapshot(), action.route)
             source = "preferred"
         else:
-            taken = Taken(f"fallback:{action.route}", call.tried[-1].code)
+            label = LOCAL if action.route == LOCAL else f"fallback:{action.route}"
+            taken = Taken(label, call.tried[-1].code)
             source = call.route
-        if taken.label.startswith("fallback:"):
+        if call.route is not None or taken.label.startswith("fallback:"):
             self._telemetry.count(FALLBACKS, source=source, target=action.route, reason=taken.reason or "none")
         return taken
 

@@ -1,8 +1,8 @@
 """Which route answers a step, and what follows a failure: pure functions over what is known at that moment.
 
-    first_action ── Take ──► attempt ── Failed ──► next_action ── Take (another route, before content)
-         │                                              ├──────── Wait (the worker restarts; go on there)
-         └──────── Fail                                 └──────── Fail
+first_action ── Take ──► attempt ── Failed ──► next_action ── Take (another route, before content)
+     │                                              ├──────── Wait (the worker restarts; go on there)
+     └──────── Fail                                 └──────── Fail
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def next_route(step: Step, snapshot: Snapshot, state: CallState) -> Take | None:
     The budget counts what could multiply load: attempts after an upstream has been asked. A request that leaves
     the worker for its first upstream puts no more load there than it would without a worker. A connection
     that an upstream closed before answering (a kept-alive one, as a rule) is tried once more on that upstream.
+    A worker that was left for being slow gets the request back when nothing else answered.
     """
     before = [one.route for one in state.tried]
     asked_upstream = any(name != LOCAL for name in before)
@@ -148,9 +149,12 @@ def next_route(step: Step, snapshot: Snapshot, state: CallState) -> Take | None:
     for name in plan:
         if name not in before:
             return Take(name, retry=asked_upstream or name == LOCAL)
-    last = state.tried[-1] if state.tried else None
-    if last and last.code == "upstream_disconnected" and last.route in plan and before.count(last.route) < 2:
+    last = state.tried[-1]
+    if last.code == "upstream_disconnected" and last.route in plan and before.count(last.route) < 2:
         return Take(last.route, retry=True)
+    slow = Tried(LOCAL, "deadline_exceeded") in state.tried and before.count(LOCAL) == 1
+    if slow and last.route != LOCAL and LOCAL in plan:
+        return Take(LOCAL, retry=True)
     return None
 
 

@@ -39,7 +39,7 @@ class WireTopLogprob(msgspec.Struct, frozen=True):
     """One alternative in chat log-probabilities."""
 
     token: str
-    logprob: float
+    logprob: float | None = None
     bytes: list[int] | None = None
 
 
@@ -47,7 +47,7 @@ class WireTokenLogprob(msgspec.Struct, frozen=True):
     """One position in chat log-probabilities."""
 
     token: str
-    logprob: float
+    logprob: float | None = None
     bytes: list[int] | None = None
     top_logprobs: list[WireTopLogprob] | None = None
 
@@ -140,7 +140,8 @@ def choice_events(choice: WireChoice, request: api.Generate) -> Iterator[api.Del
     )
     if delta.text or delta.logprobs or delta.tool_calls or delta.refusal or extra:
         yield delta
-    if choice.finish_reason is not None:
+    # Some servers send "" where others send null.
+    if choice.finish_reason:
         yield api.Finished(
             request=request.request,
             epoch=request.epoch,
@@ -247,10 +248,10 @@ def _logprobs(value: WireLogprobs | None) -> tuple[api.TokenLogprob, ...]:
 
 def _chat_logprob(one: WireTokenLogprob) -> api.TokenLogprob:
     top = tuple(
-        api.TopLogprob(token=other.token, logprob=other.logprob, bytes=tuple(other.bytes or ()))
+        api.TopLogprob(token=other.token, logprob=_known(other.logprob), bytes=tuple(other.bytes or ()))
         for other in one.top_logprobs or ()
     )
-    return api.TokenLogprob(token=one.token, logprob=one.logprob, bytes=tuple(one.bytes or ()), top=top)
+    return api.TokenLogprob(token=one.token, logprob=_known(one.logprob), bytes=tuple(one.bytes or ()), top=top)
 
 
 def _alternatives(top: dict[str, float] | None) -> tuple[api.TopLogprob, ...]:

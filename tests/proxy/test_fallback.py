@@ -188,6 +188,17 @@ def test_a_slow_worker_goes_on_when_nothing_else_could_answer(others: list[Scrip
     assert got.labels == [("local", None)]
 
 
+def test_a_slow_worker_gets_the_request_back_when_nothing_else_answered() -> None:
+    worker = local([FOREVER], [Pause(100), *answer("late")])
+    got = outcome(worker, upstream([failed("upstream_http_503")]))
+    assert got.text == "late"
+    assert got.labels == [
+        ("local", None),
+        ("fallback:a", "deadline_exceeded"),
+        ("local", "upstream_http_503"),
+    ]
+
+
 def test_a_route_that_returns_during_the_wait_takes_over() -> None:
     other = upstream(answer("x"), ready=False)
 

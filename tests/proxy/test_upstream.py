@@ -236,6 +236,13 @@ async def test_unknown_fields_refusals_and_stop_strings() -> None:
     assert [e.matched_stop for e in events if isinstance(e, api.Finished)] == ["END"]
 
 
+async def test_an_empty_finish_reason_is_none() -> None:
+    first = {"choices": [{"delta": {"content": "a"}, "finish_reason": ""}]}
+    events = await play([STREAM_HEAD, sse(first, chunk("b"), chunk(finish="stop"), "[DONE]")])
+    assert text_of(events) == "ab"
+    assert len([e for e in events if isinstance(e, api.Finished)]) == 1
+
+
 async def test_an_end_without_done_is_complete_when_every_choice_is_finished() -> None:
     events = await play([STREAM_HEAD, sse(chunk("a"), chunk(finish="stop"))])
     assert isinstance(events[-1], api.Completed)
@@ -283,12 +290,13 @@ async def test_broken_streams_are_never_complete(name: str) -> None:
     assert "upstream up" in failure.message
 
 
-@pytest.mark.parametrize("cut", range(0, len(FULL) - 60, 11))
-async def test_truncation_anywhere_before_the_finish_is_broken(cut: int) -> None:
-    assert b'"stop"}]}\n\n' not in FULL[:cut] or cut > FULL.index(b'"stop"}]}\n\n')
+FINISH_AT = FULL.index(b'"stop"}]}\n\n') + len(b'"stop"}]}\n\n')
+
+
+@pytest.mark.parametrize("cut", [*range(0, len(FULL), 11), FINISH_AT - 1, FINISH_AT])
+async def test_truncation_is_complete_only_behind_the_finish(cut: int) -> None:
     events = await play([STREAM_HEAD, FULL[:cut]])
-    finished = any(isinstance(e, api.Finished) for e in events)
-    assert isinstance(events[-1], api.Completed) is finished
+    assert isinstance(events[-1], api.Completed) is (cut >= FINISH_AT)
 
 
 async def test_an_error_with_a_status_inside_a_stream_counts_as_that_status() -> None:
@@ -439,9 +447,10 @@ async def test_an_unknown_host() -> None:
 
 
 async def test_a_server_without_tls() -> None:
-    async with ScriptedServer([[json_answer(WHOLE)]]) as server:
-        failure = failure_of(await ask(server.url.replace("http:", "https:")))
+    async with OpenAIStub() as stub:
+        failure = failure_of(await ask(stub.url.replace("http:", "https:")))
     assert failure.code == "upstream_unreachable"
+    assert "TLS" in failure.message
 
 
 @pytest.mark.parametrize(
