@@ -199,6 +199,13 @@ class CacheManager:
         for key in [k for k in self._entries if k[:2] == (tenant, session)]:
             self._shorten(key, 0)
 
+    def reset(self) -> None:
+        """Ends all leases and drops everything retained; all pages are zeroed before their next use."""
+        self._pool = PagePool(self._pool.total, dirty=True)
+        self._entries.clear()
+        self._leases.clear()
+        self._ops.clear()
+
     def take_ops(self) -> list[PageOp]:
         """Returns the page operations due before the next forward pass, and forgets them."""
         ops, self._ops = self._ops, []

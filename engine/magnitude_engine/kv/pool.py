@@ -49,12 +49,13 @@ class PagePool:
     middle of the largest free run, which leaves room to the sequence before it.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, dirty: bool = False) -> None:
+        """`dirty` when the pages' contents are unknown, so that each is zeroed before its first use."""
         self.total = total
         self._leases = [0] * total
         self._retained = [0] * total
         self._tenant: list[str | None] = [None] * total
-        self._dirty: set[int] = set()
+        self._dirty = set(range(total)) if dirty else set()
         self._starts = [0] if total else []
         self._ends = [total] if total else []
         self._free = total

@@ -116,14 +116,14 @@ class Machine(RuleBasedStateMachine):
         self.manager.check_integrity()
 
 
-class TestManagerStates(Machine.TestCase):  # type: ignore[misc,name-defined]
+class TestManagerStates(Machine.TestCase):  # type: ignore[misc,valid-type]
     settings = settings(
         max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 
 
 @pytest.mark.slow
-class TestManagerStatesLong(Machine.TestCase):  # type: ignore[misc,name-defined]
+class TestManagerStatesLong(Machine.TestCase):  # type: ignore[misc,valid-type]
     settings = settings(
         max_examples=400, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -1,0 +1,91 @@
+"""The outgoing side of one request: builds its events and hands them to the request's sink, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from magnitude_engine import api
+from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded
+from magnitude_engine.request import Emission, Finish
+from magnitude_engine.telemetry import worker_log
+
+Sink = Callable[[api.AnswerEvent], None]
+
+
+def failed(generate: api.Generate, error: MagnitudeError) -> api.Failed:
+    """Returns the event that ends a request with `error`; failures of the engine itself are retryable."""
+    return api.Failed(
+        request=generate.request,
+        epoch=generate.epoch,
+        code=error.code,
+        message=error.message,
+        param=error.param,
+        retryable=isinstance(error, EngineError),
+        retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else None,
+    )
+
+
+class Answer:
+    """The events of one request.
+
+    Attributes:
+        broken: the sink raised an error; nothing more is sent, and the request should be cancelled.
+    """
+
+    def __init__(self, generate: api.Generate, sink: Sink) -> None:
+        self._generate = generate
+        self._sink = sink
+        self.broken = False
+
+    def started(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The request was admitted."""
+        request, epoch = self._generate.request, self._generate.epoch
+        self._send(api.Started(request=request, epoch=epoch, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+
+    def progress(self, done: int, total: int) -> None:
+        """A chunk of the prompt was computed."""
+        request, epoch = self._generate.request, self._generate.epoch
+        self._send(api.Progress(request=request, epoch=epoch, done=done, total=total))
+
+    def delta(self, choice: int, shown: Emission) -> None:
+        """A choice has new output."""
+        self._send(
+            api.Delta(
+                request=self._generate.request,
+                epoch=self._generate.epoch,
+                choice=choice,
+                text=shown.text,
+                ids=shown.ids,
+                logprobs=shown.logprobs,
+                tool_calls=shown.tool_calls,
+            )
+        )
+
+    def finished(self, choice: int, finish: Finish) -> None:
+        """A choice ended."""
+        self._send(
+            api.Finished(
+                request=self._generate.request,
+                epoch=self._generate.epoch,
+                choice=choice,
+                reason=finish.reason,
+                matched_stop=finish.matched_stop,
+            )
+        )
+
+    def completed(self, usage: api.Usage) -> None:
+        """All choices ended."""
+        self._send(api.Completed(request=self._generate.request, epoch=self._generate.epoch, usage=usage))
+
+    def failed(self, error: MagnitudeError) -> None:
+        """The request ended without an answer."""
+        self._send(failed(self._generate, error))
+
+    def _send(self, event: api.AnswerEvent) -> None:
+        if self.broken:
+            return
+        try:
+            self._sink(event)
+        except Exception:  # noqa: BLE001 - the sink is the caller's code; its faults end this request only
+            worker_log.exception("the receiver of request %s raised an error", self._generate.request)
+            self.broken = True

@@ -1,0 +1,123 @@
+"""What other threads ask of the engine's thread: new jobs and cancellations, in the order they came."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from magnitude_engine.answer import Answer
+from magnitude_engine.errors import RequestError, WorkerLost
+from magnitude_engine.request import PreparedRequest, Sequence
+
+
+class JobKey(NamedTuple):
+    """A request and the epoch of the attempt at it."""
+
+    request: str
+    epoch: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request inside the engine.
+
+    Attributes:
+        sequences: its choices.
+        arrived: when, in seconds of the engine's clock.
+        started: whether its first choice has run.
+        cached: prompt tokens that were found in the cache then.
+    """
+
+    prepared: PreparedRequest
+    answer: Answer
+    sequences: tuple[Sequence, ...]
+    arrived: float
+    started: bool = False
+    cached: int = 0
+
+    @property
+    def key(self) -> JobKey:
+        """How cancellations name it."""
+        return JobKey(self.prepared.generate.request, self.prepared.generate.epoch)
+
+
+class Inbox:
+    """Thread-safe; one reader, any number of writers.
+
+    A job is open from `put` until the engine calls `ended` for it, so that a second request of the same key is
+    refused and `wait_until_empty` knows when all work is done.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._mail: deque[Job | JobKey] = deque()
+        self._open: set[JobKey] = set()
+        self._jobs_waiting = 0
+        self._refusal: WorkerLost | None = None
+        self.closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that the engine has not taken yet."""
+        return self._jobs_waiting
+
+    def put(self, job: Job) -> None:
+        """Hands a job over.
+
+        Raises:
+            RequestError: a request with the same id and epoch is running.
+            WorkerLost: the engine is stopping.
+        """
+        with self._changed:
+            if self._refusal is not None:
+                raise self._refusal
+            if job.key in self._open:
+                raise RequestError(f"request {job.key.request!r} is running already; use another id", param="request")
+            self._open.add(job.key)
+            self._mail.append(job)
+            self._jobs_waiting += 1
+            self._changed.notify_all()
+
+    def cancel(self, key: JobKey) -> None:
+        """Asks to stop a job; unknown ones are ignored."""
+        with self._changed:
+            if key in self._open:
+                self._mail.append(key)
+                self._changed.notify_all()
+
+    def take(self) -> list[Job | JobKey]:
+        """Returns all new jobs and cancellations."""
+        with self._changed:
+            mail = list(self._mail)
+            self._mail.clear()
+            self._jobs_waiting = 0
+            return mail
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits until there is mail or the inbox is closed; False when the time ran out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._mail) or self.closed, timeout_s)
+
+    def ended(self, key: JobKey) -> None:
+        """Notes that a job has had its last event."""
+        with self._changed:
+            self._open.discard(key)
+            self._changed.notify_all()
+
+    def refuse(self, reason: WorkerLost) -> None:
+        """Refuses new jobs from now on."""
+        with self._changed:
+            self._refusal = reason
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        """Waits until no job is open; False when the time ran out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_s)
+
+    def close(self) -> None:
+        """Wakes the reader for the last time."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()

@@ -1,0 +1,287 @@
+"""A request inside the engine: `prepare` checks and tokenises it, `Sequence` is one of its choices.
+
+`Sequence.accept` takes each drawn token and says what a client may see of it. A resumed choice takes the tokens
+that its client already has in the same way, silently, and then releases only the characters past
+`Resume.chars`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from magnitude_engine import api
+from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
+from magnitude_engine.decode.text import Released, TextStream
+from magnitude_engine.decode.tools import ToolCallParser
+from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestError
+from magnitude_engine.kv.manager import CacheKey, Lease
+from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.model.tokenizer import Tokenizer
+from magnitude_engine.scheduler import Order
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the engine allows: tokens per sequence (prompt and output) and choices per request."""
+
+    context: int
+    max_n: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A checked request.
+
+    Attributes:
+        prompt: token ids, at least one.
+        limit: most tokens generated per choice.
+        echo: text that precedes each choice's own.
+        parses_tools: whether tool calls are looked for in the output.
+    """
+
+    generate: api.Generate
+    prompt: tuple[int, ...]
+    limit: int
+    echo: str
+    parses_tools: bool
+
+    @property
+    def chat(self) -> api.ChatInput | None:
+        """The conversation, where the input is one."""
+        return self.generate.input if isinstance(self.generate.input, api.ChatInput) else None
+
+    def cache_key(self, choice: int) -> CacheKey:
+        """Returns under which key the tokens of a choice are retained."""
+        return CacheKey(self.generate.tenant, self.generate.session, self.generate.branch, choice)
+
+
+class Finish(NamedTuple):
+    """Why a choice ended."""
+
+    reason: api.FinishReason
+    matched_stop: str | None = None
+
+
+class Emission(NamedTuple):
+    """What a client sees of one token; fields as in `api.Delta`."""
+
+    ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[api.TokenLogprob, ...] = ()
+    tool_calls: tuple[api.ToolCallDelta, ...] = ()
+
+
+def prepare(generate: api.Generate, model: LoadedModel, limits: RequestLimits) -> PreparedRequest:
+    """Returns the request tokenised and checked. Thread-safe.
+
+    Raises:
+        ContextTooLong: prompt and output do not fit; the message has both numbers.
+        FeatureUnsupported: a field that this engine does not serve.
+        RequestError: a value out of bounds; `param` names the field.
+    """
+    source = generate.input
+    vocab = model.tokenizer.vocab_size
+    check_sampling(generate.sampling, vocab)
+    _check_fields(generate, limits)
+    _check_ids("resume", [i for resume in generate.resume for i in resume.ids], vocab)
+    if isinstance(source, api.TokenInput):
+        _check_ids("prompt", source.ids, vocab)
+    prompt = model.prompts.encode(source)
+    if not prompt:
+        raise RequestError("the prompt is empty; it must hold at least one token", param=_input_field(generate))
+    chat = source if isinstance(source, api.ChatInput) else None
+    return PreparedRequest(
+        generate=generate,
+        prompt=prompt,
+        limit=_output_limit(generate, len(prompt), limits.context),
+        echo=_echo(generate, model.tokenizer),
+        parses_tools=chat is not None and bool(chat.tools) and chat.tool_choice.mode != "none",
+    )
+
+
+def _input_field(generate: api.Generate) -> str:
+    return "messages" if isinstance(generate.input, api.ChatInput) else "prompt"
+
+
+def _check_ids(field: str, ids: list[int] | tuple[int, ...], vocab: int) -> None:
+    wrong = next((i for i in ids if not 0 <= i < vocab), None)
+    if wrong is not None:
+        raise RequestError(f"{field} holds token id {wrong}; the model's ids are 0 to {vocab - 1}", param=field)
+
+
+def _check_fields(generate: api.Generate, limits: RequestLimits) -> None:
+    if not 1 <= generate.n <= limits.max_n:
+        raise RequestError(f"n must be between 1 and {limits.max_n}, not {generate.n}", param="n")
+    if generate.max_tokens is not None and generate.max_tokens < 0:
+        raise RequestError(f"max_tokens must be at least 0, not {generate.max_tokens}", param="max_tokens")
+    if generate.logprobs is not None and not 0 <= generate.logprobs <= MAX_LOGPROBS:
+        raise RequestError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {generate.logprobs}", param="logprobs")
+    if any(not stop for stop in generate.stop):
+        raise RequestError("stop holds an empty string; remove it", param="stop")
+    batch = generate.preferences.max_batch_size
+    if batch is not None and batch < 1:
+        raise RequestError(f"max_batch_size must be at least 1, not {batch}", param="max_batch_size")
+    choices = [resume.choice for resume in generate.resume]
+    if len(set(choices)) < len(choices) or any(not 0 <= c < generate.n for c in choices):
+        raise RequestError(
+            f"resume names choices {choices}; each of 0 to {generate.n - 1} may come once", param="resume"
+        )
+    mode = generate.input.tool_choice.mode if isinstance(generate.input, api.ChatInput) else "auto"
+    if mode in ("required", "named"):
+        raise FeatureUnsupported(
+            f"tool_choice {mode!r} cannot be enforced by the local model; use 'auto' or 'none'", param="tool_choice"
+        )
+
+
+def _output_limit(generate: api.Generate, prompt: int, context: int) -> int:
+    wanted = generate.max_tokens
+    if wanted is None and prompt < context:
+        return context - prompt
+    if wanted is not None and prompt + wanted <= context:
+        return wanted
+    if wanted is None or prompt > context:
+        problem = f"prompt of {prompt} tokens leaves no room for output in the context of {context}"
+    else:
+        problem = f"prompt of {prompt} tokens plus max_tokens {wanted} exceeds the context of {context}"
+    raise ContextTooLong(f"{problem}; shorten the prompt or lower max_tokens", param=_input_field(generate))
+
+
+def _echo(generate: api.Generate, tokenizer: Tokenizer) -> str:
+    if not generate.echo:
+        return ""
+    if isinstance(generate.input, api.ChatInput):
+        raise FeatureUnsupported("echo is for completions; leave it out of chat requests", param="echo")
+    if generate.logprobs is not None:
+        raise FeatureUnsupported("echo together with logprobs is not served; ask for one of them", param="echo")
+    if isinstance(generate.input, api.TextInput):
+        return generate.input.text
+    return b"".join(tokenizer.token_bytes(i) for i in generate.input.ids).decode(errors="replace")
+
+
+class Sequence:
+    """One choice of a request: its tokens, its text so far and its lease on the cache.
+
+    Attributes:
+        tokens: prompt and output ids.
+        output: output ids; the end of `tokens`.
+        lease: pages while it runs; None while it waits and when it is finished. The engine sets it.
+        width: itself and the choices that wait to be forked from its prompt.
+        finish: why it ended; None while it goes on.
+        opening: what a client sees before the first new token: echo, and what a resumed choice had held back.
+    """
+
+    def __init__(self, prepared: PreparedRequest, choice: int, arrival: int, model: LoadedModel) -> None:
+        generate = prepared.generate
+        self.prepared = prepared
+        self.choice = choice
+        self.order = Order(generate.priority, arrival, choice)
+        self.tokens = list(prepared.prompt)
+        self.output: list[int] = []
+        self.lease: Lease | None = None
+        self.width = 1
+        self.finish: Finish | None = None
+        self._tokenizer = model.tokenizer
+        self._text = TextStream(model.tokenizer.token_bytes, generate.stop)
+        self._tools = _tool_parser(prepared, choice, model)
+        self._logprobs: deque[api.TokenLogprob] = deque()
+        resume = next((r for r in generate.resume if r.choice == choice), api.Resume(choice=choice))
+        self._skip = resume.chars
+        self._known = deque(resume.ids)
+        opening = self._visible(prepared.echo)
+        # With log-probabilities the known tokens are computed anew, so that those of held-back tokens are there.
+        while self._known and self.finish is None and generate.logprobs is None:
+            opening += self._take(Drawn(self._known.popleft(), True, None)).text
+        self.opening = opening
+        if self.finish is None and len(self.output) >= prepared.limit:
+            self.finish = Finish("length")
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys and values are not in the cache."""
+        return len(self.tokens) - (self.lease.length if self.lease else 0)
+
+    def accept(self, drawn: Drawn) -> Emission | None:
+        """Appends the drawn token; returns what the client sees of it, None for one that it has already."""
+        if not self._known:
+            return self._take(drawn)
+        shown = self._take(drawn._replace(token=self._known.popleft()))
+        return Emission(text=shown.text) if shown.text else None
+
+    def _take(self, drawn: Drawn) -> Emission:
+        """Appends a token, and ends the choice where it does."""
+        generate, token = self.prepared.generate, drawn.token
+        self.tokens.append(token)
+        self.output.append(token)
+        shown = Emission(ids=(token,))
+        if token in self._tokenizer.eos_ids and not generate.ignore_eos:
+            return self._close(shown, Finish("stop"))
+        if drawn.logprobs is not None:
+            self._logprobs.append(self._named(drawn.logprobs))
+        released = self._text.push(token)
+        shown = self._show(shown, released)
+        chat = self.prepared.chat
+        if released.stopped is not None:
+            return self._close(shown, Finish("stop", released.stopped))
+        if self._tools is not None and self._tools.called and chat is not None and not chat.tool_choice.parallel:
+            return self._close(shown, Finish("stop"))
+        if len(self.output) >= self.prepared.limit:
+            return self._close(shown, Finish("length"))
+        return shown
+
+    def _show(self, shown: Emission, released: Released) -> Emission:
+        """Adds what the text stream released to `shown`."""
+        text, calls = (released.text, ()) if self._tools is None else self._tools.push(released.text)
+        count = min(released.tokens, len(self._logprobs))
+        return Emission(
+            ids=shown.ids,
+            text=shown.text + self._visible(text),
+            logprobs=shown.logprobs + tuple(self._logprobs.popleft() for _ in range(count)),
+            tool_calls=shown.tool_calls + calls,
+        )
+
+    def _close(self, shown: Emission, finish: Finish) -> Emission:
+        """Ends the choice; adds what was held back to `shown`."""
+        released = self._text.finish()
+        shown = self._show(shown, released)
+        if released.stopped is not None:
+            finish = Finish("stop", released.stopped)
+        if self._tools is not None:
+            text, calls = self._tools.finish()
+            shown = shown._replace(text=shown.text + self._visible(text), tool_calls=shown.tool_calls + calls)
+            if self._tools.called and finish.reason == "stop":
+                finish = finish._replace(reason="tool_calls")
+        self.finish = finish
+        return shown
+
+    def _visible(self, text: str) -> str:
+        """Returns what of `text` the client does not have yet."""
+        skipped = min(self._skip, len(text))
+        self._skip -= skipped
+        return text[skipped:]
+
+    def _named(self, raw: RawLogprobs) -> api.TokenLogprob:
+        top = tuple(self._entry(token, logprob) for token, logprob in raw.top)
+        entry = self._entry(raw.token, raw.logprob)
+        return api.TokenLogprob(token=entry.token, logprob=entry.logprob, bytes=entry.bytes, top=top)
+
+    def _entry(self, token: int, logprob: float) -> api.TopLogprob:
+        text, data = self._tokenizer.token_text(token), self._tokenizer.token_bytes(token)
+        return api.TopLogprob(token=text, logprob=logprob, bytes=tuple(data))
+
+
+def _tool_parser(prepared: PreparedRequest, choice: int, model: LoadedModel) -> ToolCallParser | None:
+    chat = prepared.chat
+    if chat is None or not prepared.parses_tools:
+        return None
+    request = prepared.generate.request
+
+    def call_id(index: int) -> str:
+        # Derived, not drawn, so that a resumed request gives the same call the same id.
+        return "call_" + hashlib.sha256(f"{request}:{choice}:{index}".encode()).hexdigest()[:24]
+
+    return ToolCallParser(model.prompts.tool_format, chat.tools, call_id)
