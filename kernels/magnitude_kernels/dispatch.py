@@ -28,7 +28,7 @@ def uses_kernel(tensor: torch.Tensor) -> bool:
 def sample(logits: torch.Tensor, params: SampleParams) -> Sampled:
     """Draws one token per row of `logits` (float32 [rows, vocab]); see `sample.reference` for the definition."""
     if uses_kernel(logits):
-        from magnitude_kernels.sample import triton as sample_triton
+        from magnitude_kernels.sample.triton import sample as sample_triton
 
-        return sample_triton.sample(logits, params)
+        return sample_triton(logits, params)
     return sample_reference.sample(logits, params)

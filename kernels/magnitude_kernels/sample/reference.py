@@ -26,7 +26,10 @@ from magnitude_kernels.sample import noise
 LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
 NO_TOKEN = -1
-_FIRST_CANDIDATES = 256
+# Bins of logits, evenly spaced down to a weight of exp(-30); the last takes what lies deeper.
+_BINS = 2048
+_DEEPEST = 30.0
+_SHALLOWEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,43 +99,46 @@ def allowed(mask: torch.Tensor, vocab: int) -> torch.Tensor:
 
 def _row(row: torch.Tensor, cut: _Cut, mask: torch.Tensor | None) -> int:
     """Returns the token of one row, or NO_TOKEN."""
-    least, most = (value.item() for value in row.aminmax())
-    if not (math.isfinite(least) and math.isfinite(most)):
+    if not all(math.isfinite(extreme.item()) for extreme in row.aminmax()):
         return NO_TOKEN
+    tokens = torch.arange(row.numel(), device=row.device)
     if mask is not None:
-        row = row.masked_fill(~allowed(mask, row.numel()), -math.inf)
-        most = row.amax().item()
-        if most == -math.inf:
+        tokens = tokens[allowed(mask, row.numel())]
+        if tokens.numel() == 0:
             return NO_TOKEN
-    if cut.temperature == 0:
-        return int(row.argmax().item())
-    tokens = None
-    if 0 < cut.top_k < row.numel():
-        tokens = (row >= row.topk(cut.top_k).values[-1]).nonzero().squeeze(1)
         row = row[tokens]
-    temperature = min(max(cut.temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)
-    weights = ((row - most) / temperature).exp_()
-    keep = weights >= max(cut.min_p, noise.LEAST_WEIGHT)
-    if cut.top_p < 1:
-        keep &= row >= _nucleus(row, weights, cut.top_p)
-    kept = keep.nonzero().squeeze(1)
-    candidates = kept if tokens is None else tokens[kept]
-    scores = weights[kept] / noise.exponential(noise.bits(cut.key, candidates))
-    return int(candidates[scores.argmax()].item())
+    if cut.temperature == 0:
+        return int(tokens[row.argmax()].item())
+    if 0 < cut.top_k < row.numel():
+        kept = (row >= row.topk(cut.top_k).values[-1]).nonzero().squeeze(1)
+        tokens, row = tokens[kept], row[kept]
+    most = row.amax()
+    scaled = (row - most).div_(min(max(cut.temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE))
+    weights = scaled.exp()
+    if cut.top_p < 1 or cut.min_p > 0:
+        keep = weights >= cut.min_p
+        if cut.top_p < 1:
+            keep &= row >= _nucleus(row, scaled, weights, cut.top_p)
+        kept = keep.nonzero().squeeze(1)
+        tokens, weights = tokens[kept], weights[kept]
+    scores = weights.div_(noise.exponential(noise.bits(cut.key, tokens)))
+    return int(tokens[scores.argmax()].item())
 
 
-def _nucleus(row: torch.Tensor, weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Returns the smallest logit above which less than `top_p` of the weight lies.
+def _nucleus(row: torch.Tensor, scaled: torch.Tensor, weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Returns the smallest logit of `row` above which less than `top_p` of the weight lies.
 
-    Only as many of the largest are put in order as are needed to reach the mass: a full sort of a vocabulary
-    costs more than the rest of the draw.
+    The logits fall into bins from high to low; only the bin in which the mass is reached is put in order, since
+    sorting a vocabulary costs more than the rest of the draw.
     """
-    mass = top_p * weights.sum(dtype=torch.float64)
-    count = _FIRST_CANDIDATES
-    while True:
-        largest = row.topk(min(count, row.numel()))
-        total = weights[largest.indices].cumsum(0, dtype=torch.float64)
-        if count >= row.numel() or total[-1] >= mass:
-            above = int((total < mass).sum().item())
-            return largest.values[min(above, total.numel() - 1)]
-        count *= 8
+    depth = min(-scaled.amin().item(), _DEEPEST)
+    bins = (scaled * (-_BINS / max(depth, _SHALLOWEST))).clamp_(max=_BINS - 1).to(torch.int64)
+    mass = torch.bincount(bins, weights.double(), minlength=_BINS).cumsum(0)
+    wanted = top_p * mass[-1]
+    reached = int((mass < wanted).sum().item())
+    inside = (bins == min(reached, _BINS - 1)).nonzero().squeeze(1)
+    logits, order = row[inside].sort(descending=True)
+    above = weights[inside][order].cumsum(0, dtype=torch.float64)
+    if reached:
+        above += mass[reached - 1]
+    return logits[min(int((above < wanted).sum().item()), logits.numel() - 1)]
