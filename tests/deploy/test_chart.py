@@ -107,7 +107,8 @@ def test_the_product_reads_the_settings_of_the_chart(values: Path, tmp_path: Pat
     config = server_settings(objects, tmp_path)
     ports = {port["name"]: port["containerPort"] for port in proxy["ports"]}
     assert ports["http"] == config.listen.port
-    assert ("admin" in ports) == (config.listen.admin_host == "0.0.0.0")
+    assert ports["admin"] == config.listen.admin_port
+    assert {config.listen.host, config.listen.admin_host} == {"0.0.0.0"}, "the kubelet probes both listeners"
     assert len(config.keys) == 1
     mounts = {mount["mountPath"]: mount for mount in proxy["volumeMounts"]}
     assert str(Path(config.data_dir).parent) in mounts

@@ -56,7 +56,7 @@ insecure = {{ .Values.auth.insecure }}
 [listen]
 host = "0.0.0.0"
 port = {{ .Values.proxy.port }}
-admin_host = {{ ternary "0.0.0.0" "127.0.0.1" .Values.metrics.expose | quote }}
+admin_host = "0.0.0.0"
 admin_port = {{ .Values.proxy.adminPort }}
 {{- include "magnitude.toml.lines" .Values.proxy.listen }}
 

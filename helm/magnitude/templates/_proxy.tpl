@@ -15,9 +15,7 @@
   {{- end }}
   ports:
     - {name: http, containerPort: {{ .Values.proxy.port }}, protocol: TCP}
-    {{- if .Values.metrics.expose }}
     - {name: admin, containerPort: {{ .Values.proxy.adminPort }}, protocol: TCP}
-    {{- end }}
   startupProbe:
     httpGet: {path: /health/live, port: http}
     periodSeconds: 2
@@ -28,7 +26,8 @@
     timeoutSeconds: 5
     failureThreshold: 3
   readinessProbe:
-    httpGet: {path: /health/ready, port: http}
+    # On the second listener it needs no key; metrics do there.
+    httpGet: {path: /health/ready, port: admin}
     periodSeconds: 5
     timeoutSeconds: 3
     failureThreshold: 2
