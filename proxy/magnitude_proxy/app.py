@@ -187,7 +187,7 @@ async def _start_worker(
     config: ProxyConfig, telemetry: Telemetry, stack: AsyncExitStack
 ) -> tuple[LocalRoute | None, Supervisor | None]:
     """Starts what the worker's mode asks for: a route and its supervisor, a route, or nothing."""
-    worker, data_dir = config.worker, Path(config.data_dir)
+    worker = config.worker
     if worker.mode == "none":
         return None, None
     if worker.mode == "attach":
@@ -197,9 +197,9 @@ async def _start_worker(
         return local, None
     if worker.engine is None:
         raise ConfigError("worker.engine is not set: a worker needs to know its model", param="worker.engine")
-    socket = Path(worker.socket) if worker.socket else worker_socket(data_dir)
+    socket = Path(worker.socket) if worker.socket else worker_socket(Path(config.data_dir))
     local = LocalRoute(socket, telemetry, hang_s=worker.hang_s)
-    supervisor = Supervisor(worker, worker_command(worker.engine, socket, data_dir), local.pulse, telemetry)
+    supervisor = Supervisor(worker, worker_command(worker.engine, socket), local.pulse, telemetry)
     stack.push_async_callback(supervisor.stop)
     stack.push_async_callback(local.close)
     await supervisor.start()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
-import os
 import random
+import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ Verdict = Literal["fine", "hung", "not_ready"]
 RESTART_FIRST_S = 0.2
 RESTART_MOST_S = 30.0
 HEALTHY_S = 60.0
+GRACE_S = 3.0
 STOP_S = 5.0
 LOOK_S = 0.5
 LINE_BYTES = 1024 * 1024
@@ -48,16 +51,24 @@ class Limits:
 
 
 def worker_socket(data_dir: Path) -> Path:
-    """Returns the socket path of the worker that this process spawns; its folder is created for this user alone."""
-    return process.socket_path(process.private_folder(data_dir / "worker"), f"{os.getpid()}.sock")
+    """Returns a new socket path for a worker of this process, in a folder for this user alone.
+
+    Sockets there that nobody listens on, left by processes that were killed, are removed.
+    """
+    folder = process.private_folder(data_dir / "worker")
+    for left in folder.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            if probe.connect_ex(str(left)) == errno.ECONNREFUSED:
+                left.unlink(missing_ok=True)
+    return process.socket_path(folder, f"{secrets.token_hex(4)}.sock")
 
 
-def worker_command(engine: EngineConfig, socket: Path, data_dir: Path) -> tuple[str, ...]:
-    """Writes `engine` into the data folder and returns the command line of a worker that reads it."""
-    config = process.private_folder(data_dir / "worker") / f"{os.getpid()}.json"
-    config.write_bytes(msgspec.json.encode(engine))
+def worker_command(engine: EngineConfig, path: Path) -> tuple[str, ...]:
+    """Returns the command line of a worker that serves `engine` on the socket `path`."""
+    config = msgspec.json.encode(engine).decode()
     module = ("-m", "magnitude_engine.main")
-    return (sys.executable, *module, "--config", str(config), "--socket", str(socket), "--parent-death")
+    grace = ("--grace", f"{GRACE_S:g}")
+    return (sys.executable, *module, "--config", config, "--socket", str(path), *grace, "--parent-death")
 
 
 def next_pause(last_s: float, lived_s: float, status: int) -> float:

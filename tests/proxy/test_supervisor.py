@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from magnitude_engine import api
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy.config import TelemetryConfig, WorkerConfig
 from magnitude_proxy.local import LocalRoute, Pulse
+from magnitude_proxy.route import Step
 from magnitude_proxy.supervisor import (
     EXIT_REFUSED,
     HEALTHY_S,
@@ -31,6 +34,7 @@ from magnitude_proxy.supervisor import (
 )
 from magnitude_proxy.telemetry import Telemetry
 from testkit import supervised
+from testkit.model import smollm2_path
 from testkit.supervised import Supervised, running
 
 LIMITS = Limits(start_s=30.0, hang_s=5.0)
@@ -186,11 +190,95 @@ def _zombie(pid: int) -> bool:
     return True
 
 
-def test_the_workers_command_and_its_files_are_private(tmp_path: Path) -> None:
+def test_the_workers_command_carries_its_settings(tmp_path: Path) -> None:
     engine = EngineConfig(model_path="m.gguf", threads=2)
-    socket = worker_socket(tmp_path)
-    command = worker_command(engine, socket, tmp_path)
-    assert command[:4] == (sys.executable, "-m", "magnitude_engine.main", "--config")
-    assert command[5:] == ("--socket", str(socket), "--parent-death")
-    assert msgspec.json.decode(Path(command[4]).read_bytes(), type=EngineConfig) == engine
-    assert (tmp_path / "worker").stat().st_mode & 0o777 == 0o700
+    command = worker_command(engine, tmp_path / "w.sock")
+    assert command[:3] == (sys.executable, "-m", "magnitude_engine.main")
+    given = dict(zip(command[3:-1:2], command[4:-1:2], strict=True))
+    assert msgspec.json.decode(given["--config"], type=EngineConfig) == engine
+    assert given["--socket"] == str(tmp_path / "w.sock")
+    assert command[-1] == "--parent-death"
+
+
+def test_worker_sockets_are_private_and_dead_ones_are_removed(tmp_path: Path) -> None:
+    first = worker_socket(tmp_path)
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(first))
+    with socket.socket(socket.AF_UNIX) as alive:
+        alive.bind(str(first.with_name("alive.sock")))
+        alive.listen()
+        assert worker_socket(tmp_path) != first
+        assert [path.name for path in first.parent.iterdir()] == ["alive.sock"]
+
+
+@asynccontextmanager
+async def real_worker(folder: Path, model: Path) -> AsyncIterator[tuple[Supervisor, LocalRoute]]:
+    """The product's own worker, spawned as the proxy spawns it."""
+    telemetry = Telemetry(TelemetryConfig())
+    path = worker_socket(folder)
+    route = LocalRoute(path, telemetry, hang_s=60.0)
+    engine = EngineConfig(model_path=str(model), model_name="real", threads=2, kv_memory_mb=64)
+    supervisor = Supervisor(WorkerConfig(hang_s=60.0), worker_command(engine, path), route.pulse, telemetry)
+    await supervisor.start()
+    await route.start()
+    try:
+        yield supervisor, route
+    finally:
+        await route.close()
+        await supervisor.stop()
+
+
+def chat(request: str, max_tokens: int) -> Step:
+    asked = api.Generate(
+        request=request,
+        epoch=1,
+        tenant="00",
+        session="s",
+        input=api.ChatInput(messages=(api.Message(role="user", content="Count to fifty in words."),)),
+        sampling=api.Sampling(temperature=0.0),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+    )
+    return Step(kind="chat", request=asked, body={}, stream=True)
+
+
+@pytest.mark.slow
+async def test_the_real_worker_answers_dies_and_answers_again(tmp_path: Path) -> None:
+    async with real_worker(tmp_path, smollm2_path()) as (supervisor, route):
+        await until(route.available)
+        assert route.card is not None
+        assert route.card.name == "real"
+        first = [event async for event in route.answer(chat("r1", 12), 0)]
+        assert isinstance(first[-1], api.Completed)
+        assert first[-1].usage.completion_tokens == 12
+        pid = supervisor.pid
+        assert pid is not None
+        broken = []
+        async for event in route.answer(chat("r2", 4000), 0):
+            broken.append(event)
+            if isinstance(event, api.Delta) and event.ids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        assert isinstance(broken[-1], api.Failed)
+        assert broken[-1].code == "worker_lost"
+        await until(lambda: supervisor.pid != pid and route.available())
+        again = [event async for event in route.answer(chat("r3", 12), 1)]
+        assert words_of(again) == words_of(first)
+        last = supervisor.pid
+    assert last is not None
+    assert gone(last)
+
+
+def words_of(events: list[api.AnswerEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, api.Delta))
+
+
+@pytest.mark.slow
+async def test_the_real_worker_refuses_a_bad_model_in_one_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"not a model at all")
+    async with real_worker(tmp_path, bad) as (supervisor, _):
+        await until(lambda: supervisor.failure)
+        assert (supervisor.failure or "").startswith("the worker ended with status 2: magnitude worker: ")
+        assert "bad.gguf" in (supervisor.failure or "")

@@ -11,6 +11,8 @@ from magnitude_proxy.store.record import SessionRecord, State, StepOutcome, stat
 
 LIBRARY = files("magnitude_proxy.store").joinpath("sessions.lua").read_text("utf-8")
 
+REASON_CHARS = 64
+
 
 def session_key(session: str) -> str:
     """Returns the key of a session; the braces make its hash alone choose the cluster slot."""
@@ -25,7 +27,9 @@ def open_call(session: str, branch: str, nonce: str, now: float, ttl_s: float) -
 def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now: float, ttl_s: float) -> Command:
     """Returns the command that commits one step; its reply is 1 when it was added, 0 when the token is stale."""
     counts = (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens, int(not outcome.ok))
-    words = (state_after(outcome), outcome.route, outcome.finish_reason)
+    # The reason may be an upstream's own word: bounded, and free of surrogates, which cannot be sent.
+    reason = outcome.finish_reason[:REASON_CHARS].encode("ascii", "backslashreplace").decode("ascii")
+    words = (state_after(outcome), outcome.route, reason)
     name = "magnitude_session_commit_1"
     return ("FCALL", name, 1, session_key(session), branch, token, now, _ms(ttl_s), *counts, *words)
 
