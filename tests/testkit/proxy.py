@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from magnitude_proxy.app import Running, running
+from magnitude_proxy.access import KeyRing, server_secret
+from magnitude_proxy.app import Bound, Running, running
+from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import (
     ListenConfig,
     ProxyConfig,
@@ -21,6 +24,12 @@ from magnitude_proxy.config import (
     UpstreamConfig,
     WorkerConfig,
 )
+from magnitude_proxy.fallback import Dispatcher
+from magnitude_proxy.listener import admin_application, api_application, listen
+from magnitude_proxy.route import Route
+from magnitude_proxy.session import Sessions
+from magnitude_proxy.surface import Surface
+from magnitude_proxy.telemetry import Telemetry
 from testkit import wire
 
 ASK: dict[str, Any] = {"model": "stub-model", "messages": [{"role": "user", "content": "Hi"}]}
@@ -139,3 +148,29 @@ async def proxying(config: ProxyConfig, *, grace_s: float = 0.5) -> AsyncIterato
     """Runs a proxy."""
     async with running(config, grace_s=grace_s) as proxy, aiohttp.ClientSession(auto_decompress=False) as http:
         yield Proxy(proxy, http)
+
+
+@asynccontextmanager
+async def routing(config: ProxyConfig, *routes: Route) -> AsyncIterator[Proxy]:
+    """Runs the HTTP surface over `routes` instead of those of the settings; no worker process, real sockets."""
+    telemetry = Telemetry(config.telemetry)
+    folder = Path(config.data_dir)
+    sessions = Sessions(config.store, folder, telemetry)
+    surface = Surface(
+        config=config,
+        keys=KeyRing(config.keys, server_secret(folder)),
+        sessions=sessions,
+        dispatcher=Dispatcher(routes, config.deadlines, config.retry, telemetry, time.monotonic),
+        catalogue=Catalogue(config.worker, config.upstreams, lambda: None, 1),
+        telemetry=telemetry,
+    )
+    public = await listen(api_application(surface), "127.0.0.1", 0, "--port")
+    admin = await listen(admin_application(surface), "127.0.0.1", 0, "--admin-port")
+    try:
+        async with aiohttp.ClientSession(auto_decompress=False) as http:
+            bound = Bound(public.port, admin.port, f"http://127.0.0.1:{public.port}")
+            yield Proxy(Running(bound, surface), http)
+    finally:
+        await public.cleanup()
+        await admin.cleanup()
+        telemetry.close()

@@ -1,0 +1,242 @@
+"""Settings: precedence, one table for everything, refusals that name the fix; keys and the server's secret."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from magnitude_engine.errors import ConfigError
+from magnitude_proxy import settings
+from magnitude_proxy.access import KeyRing, host_is_local, is_loopback, origin_is_local, parse_key_file, server_secret
+from magnitude_proxy.config import ProxyConfig
+
+
+def load(*flags: str, **environ: str) -> ProxyConfig:
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    return settings.load(parser.parse_args(list(flags)), environ)
+
+
+def refused(*flags: str, **environ: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(*flags, **environ)
+    return caught.value
+
+
+def test_defaults_spawn_a_worker_on_loopback() -> None:
+    config = load(MAGNITUDE_DATA_DIR="/d")
+    assert config.data_dir == "/d"
+    assert (config.listen.host, config.listen.port) == ("127.0.0.1", 8000)
+    assert config.worker.engine is not None
+    assert config.worker.engine.model_path == config.worker.model == "smollm2"
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text(
+        """
+        [listen]
+        port = 1
+        [store]
+        timeout_s = 0.5
+        [worker.engine]
+        profile = "reference"
+        threads = 3
+        [retry]
+        budget_min = 9
+        """
+    )
+    config = load("--config", str(file), "--port", "3", MAGNITUDE_PORT="2", MAGNITUDE_THREADS="4", MAGNITUDE_N="x")
+    assert config.listen.port == 3
+    assert config.store.timeout_s == 0.5
+    assert config.retry.budget_min == 9
+    assert config.worker.engine is not None
+    assert (config.worker.engine.threads, config.worker.engine.profile) == (4, "reference")
+    assert load(MAGNITUDE_CONFIG=str(file), MAGNITUDE_PORT="2").listen.port == 2
+
+
+def test_upstreams_keep_their_order_and_names(tmp_path: Path) -> None:
+    config = load(
+        "--no-worker", "--upstream", "big=https://api.example.com/v1/", "--upstream", "http://127.0.0.1:8001/v1?a=b",
+        "--upstream-key-file", "big=/k1", "--upstream-key-file", "/k2",
+    )  # fmt: skip
+    assert config.worker.mode == "none"
+    assert config.worker.engine is None
+    assert [(u.name, u.url, u.key_file) for u in config.upstreams] == [
+        ("big", "https://api.example.com/v1", "/k1"),
+        ("127.0.0.1-8001", "http://127.0.0.1:8001/v1?a=b", "/k2"),
+    ]
+    listed = load(MAGNITUDE_UPSTREAM="a=http://x/v1, b=http://y/v1")
+    assert [u.name for u in listed.upstreams] == ["a", "b"]
+
+
+def test_the_store_has_two_variables() -> None:
+    assert load(MAGNITUDE_REDIS_URL="redis://r/0").store.url == "redis://r/0"
+    assert load(MAGNITUDE_REDIS_URL="redis://r/0", MAGNITUDE_STORE="none").store.url == "none"
+
+
+def test_aliases_and_booleans() -> None:
+    config = load("--model-alias", "gpt-4o", "--model-alias", "*", "--insecure", "--host", "0.0.0.0")
+    assert config.worker.aliases == ("gpt-4o", "*")
+    assert config.insecure
+    assert load(MAGNITUDE_INSECURE="true", MAGNITUDE_MODEL_ALIAS="a,b").worker.aliases == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "x"], ["--port", "whole number"]),
+        (["--port", "70000"], ["--port", "65535"]),
+        (["--profile", "fast"], ["--profile", "reference", "packed", "native"]),
+        (["--store-timeout-s", "nan"], ["--store-timeout-s"]),
+        (["--insecure", "--no-worker"], ["--upstream"]),
+        (["--worker", "attach"], ["--worker-socket"]),
+        (["--host", "0.0.0.0"], ["--key-file", "--insecure"]),
+        (["--admin-host", "0.0.0.0"], ["admin_host", "--key-file"]),
+        (["--upstream", "example.com"], ["--upstream", "http://"]),
+        (["--upstream", "http://a/v1", "--upstream", "http://a/v1"], ["NAME=URL"]),
+        (["--upstream-key-file", "x=/k"], ["--upstream-key-file"]),
+        (["--upstream", "a b=http://a/v1"], ["upstreams[0].name"]),
+        (["--config", "/nowhere.toml"], ["/nowhere.toml"]),
+        (["--key-file", "/nowhere.keys"], ["/nowhere.keys"]),
+    ],
+)
+def test_what_cannot_be_used_is_named_with_the_fix(flags: list[str], words: list[str]) -> None:
+    message = refused(*flags).message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[listen]\nprt = 1", ["listen", "prt"]),
+        ("[nonsense]\na = 1", ["nonsense"]),
+        ("[listen]\nport = 'x'", ["listen.port"]),
+        ("[worker]\nmode = 'fly'", ["worker.mode", "spawn"]),
+        ("listen = 5", ["listen"]),
+        ("worker = 5", ["worker"]),
+        ("[[keys]]\nsha256 = 'x'\ntenant = 't'", ["keys[0].sha256"]),
+        ("= broken", ["TOML"]),
+    ],
+)
+def test_a_wrong_file_names_the_field(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text(text)
+    message = refused("--config", str(file)).message
+    for word in words:
+        assert word in message
+
+
+def leaves(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    found = []
+    for field in msgspec.structs.fields(kind):
+        inner = next((t for t in (field.type, *getattr(field.type, "__args__", ())) if _is_struct(t)), None)
+        path = prefix + field.name
+        found += [path] if inner is None or field.name in ("keys", "upstreams") else leaves(inner, path + ".")
+    return found
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def test_every_setting_is_in_the_table_and_in_the_help() -> None:
+    paths = {setting.path for setting in (*settings.TABLE, *settings.SPECIAL)}
+    assert {path for path in leaves(ProxyConfig) if path != "worker.engine.model_path"} <= paths
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    flags = [setting.flag for setting in (*settings.TABLE, *settings.SPECIAL)]
+    assert len(set(flags)) == len(flags)
+    for setting in settings.TABLE:
+        assert setting.flag in shown
+        for variable in setting.variables:
+            assert variable in shown
+
+
+def test_keys_from_a_file_open_the_door_to_their_tenant(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"sk-two").hexdigest()
+    file = tmp_path / "keys"
+    file.write_text(f"# comment\nsk-one alice\n\nsha256:{digest} bob\n")
+    config = load("--key-file", str(file), "--host", "0.0.0.0")
+    assert "sk-one" not in str(config)
+    ring = KeyRing(config.keys, b"s" * 32)
+    assert ring.required
+    found = [ring.tenant(key) for key in ("sk-one", "sk-two", "sk-three", "", None)]
+    assert [tenant and tenant.name for tenant in found] == ["alice", "bob", None, None, None]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].salt != found[1].salt
+    assert len(found[0].salt) == 64
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# only a comment", "sk-one", "sk-one a b", "sha256:xyz t", "sk-one " + "t" * 129]
+)
+def test_a_wrong_key_file_is_refused_without_showing_keys(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_key_file(text, "keys")
+    assert "sk-one" not in caught.value.message
+
+
+def test_without_keys_every_key_is_one_tenant() -> None:
+    ring = KeyRing((), b"s" * 32)
+    assert not ring.required
+    assert ring.tenant(None) == ring.tenant("anything")
+
+
+def test_the_secret_is_made_once_and_private(tmp_path: Path) -> None:
+    first = server_secret(tmp_path / "data")
+    assert server_secret(tmp_path / "data") == first
+    assert len(first) == 32
+    assert stat.S_IMODE((tmp_path / "data" / "secret").stat().st_mode) == 0o600
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["secret"]
+    assert server_secret(tmp_path / "other") != first
+
+
+@pytest.mark.parametrize("content", ["", "xyz", "ab" * 31])
+def test_a_damaged_secret_stops_the_start(tmp_path: Path, content: str) -> None:
+    (tmp_path / "secret").write_text(content)
+    with pytest.raises(ConfigError, match="secret"):
+        server_secret(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "loopback"),
+    [
+        ("localhost", True), ("LOCALHOST.", True), ("a.localhost", True), ("127.0.0.1", True), ("127.9.9.9", True),
+        ("::1", True), ("[::1]", True), ("0.0.0.0", False), ("10.0.0.1", False), ("example.com", False),
+        ("localhost.example.com", False), ("", False),
+    ],
+)  # fmt: skip
+def test_loopback_names(name: str, loopback: bool) -> None:
+    assert is_loopback(name) is loopback
+
+
+@pytest.mark.parametrize(
+    ("header", "local"),
+    [
+        (None, True), ("localhost:8000", True), ("127.0.0.1", True), ("[::1]:8000", True), ("evil.example", False),
+        ("evil.example:8000", False), ("", False), ("[::1", False), ("localhost@evil.example", False),
+    ],
+)  # fmt: skip
+def test_host_headers(header: str | None, local: bool) -> None:
+    assert host_is_local(header) is local
+
+
+@pytest.mark.parametrize(
+    ("header", "local"),
+    [
+        (None, True), ("http://localhost:3000", True), ("https://127.0.0.1", True), ("null", False),
+        ("https://evil.example", False), ("file://", False), ("http://[::1", False), ("", False),
+        ("http://localhost.evil.example", False),
+    ],
+)  # fmt: skip
+def test_origin_headers(header: str | None, local: bool) -> None:
+    assert origin_is_local(header) is local
