@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from magnitude_engine.engine import Engine
 
 PR_SET_PDEATHSIG = 1
-GRACE_S = 10.0
+DEFAULTS = WatchLimits()
 
 
 class Exit(IntEnum):
@@ -104,11 +104,14 @@ async def _serve(engine: Engine, path: Path, grace_s: float) -> int:
         gave_up.set()
         stop.set()
 
+    def on_fatal() -> None:
+        loop.call_soon_threadsafe(give_up)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = Server(engine, path)
     await server.start()
-    engine.start(on_fatal=lambda: loop.call_soon_threadsafe(give_up))
+    engine.start(on_fatal)
     ready = Ready(event="ready", pid=os.getpid(), socket=str(path), model=engine.card)
     print(msgspec.json.encode(ready).decode(), flush=True)  # noqa: T201 - read by whoever started the worker
     await stop.wait()
@@ -154,9 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="EngineConfig as JSON, or a file that holds it")
     parser.add_argument("--socket", required=True, help="path of the unix socket")
     parser.add_argument("--parent-death", action="store_true", help="end when the parent process ends")
-    parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds that open requests get on SIGTERM")
-    parser.add_argument("--hang-s", type=float, default=WatchLimits.hang_s, help="watch: seconds without a step")
-    parser.add_argument("--start-s", type=float, default=WatchLimits.start_s, help="watch: seconds until it listens")
+    parser.add_argument("--grace", type=float, default=DEFAULTS.grace_s, help="seconds that open requests get on SIGTERM")
+    parser.add_argument("--hang-s", type=float, default=DEFAULTS.hang_s, help="watch: seconds without a step")
+    parser.add_argument("--start-s", type=float, default=DEFAULTS.start_s, help="watch: seconds until it listens")
     return parser
 
 

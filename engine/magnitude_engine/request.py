@@ -15,7 +15,7 @@ from typing import NamedTuple
 from magnitude_engine import api
 from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
-from magnitude_engine.decode.tools import ToolCallParser
+from magnitude_engine.decode.tools import ToolCallParser, ToolFormat
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestError
 from magnitude_engine.kv.manager import CacheKey, Lease
 from magnitude_engine.model.loader import LoadedModel
@@ -88,9 +88,7 @@ def prepare(generate: api.Generate, model: LoadedModel, limits: RequestLimits) -
     vocab = model.tokenizer.vocab_size
     check_sampling(generate.sampling, vocab)
     _check_fields(generate, limits)
-    _check_ids("resume", [i for resume in generate.resume for i in resume.ids], vocab)
-    if isinstance(source, api.TokenInput):
-        _check_ids("prompt", source.ids, vocab)
+    _check_resume(generate, vocab)
     prompt = model.prompts.encode(source)
     if not prompt:
         raise RequestError("the prompt is empty; it must hold at least one token", param=_input_field(generate))
@@ -108,10 +106,15 @@ def _input_field(generate: api.Generate) -> str:
     return "messages" if isinstance(generate.input, api.ChatInput) else "prompt"
 
 
-def _check_ids(field: str, ids: list[int] | tuple[int, ...], vocab: int) -> None:
-    wrong = next((i for i in ids if not 0 <= i < vocab), None)
+def _check_resume(generate: api.Generate, vocab: int) -> None:
+    choices = [resume.choice for resume in generate.resume]
+    if len(set(choices)) < len(choices) or any(not 0 <= c < generate.n for c in choices):
+        raise RequestError(
+            f"resume names choices {choices}; each of 0 to {generate.n - 1} may come once", param="resume"
+        )
+    wrong = next((i for resume in generate.resume for i in resume.ids if not 0 <= i < vocab), None)
     if wrong is not None:
-        raise RequestError(f"{field} holds token id {wrong}; the model's ids are 0 to {vocab - 1}", param=field)
+        raise RequestError(f"resume holds token id {wrong}; the model's ids are 0 to {vocab - 1}", param="resume")
 
 
 def _check_fields(generate: api.Generate, limits: RequestLimits) -> None:
@@ -126,11 +129,6 @@ def _check_fields(generate: api.Generate, limits: RequestLimits) -> None:
     batch = generate.preferences.max_batch_size
     if batch is not None and batch < 1:
         raise RequestError(f"max_batch_size must be at least 1, not {batch}", param="max_batch_size")
-    choices = [resume.choice for resume in generate.resume]
-    if len(set(choices)) < len(choices) or any(not 0 <= c < generate.n for c in choices):
-        raise RequestError(
-            f"resume names choices {choices}; each of 0 to {generate.n - 1} may come once", param="resume"
-        )
     mode = generate.input.tool_choice.mode if isinstance(generate.input, api.ChatInput) else "auto"
     if mode in ("required", "named"):
         raise FeatureUnsupported(
@@ -284,4 +282,5 @@ def _tool_parser(prepared: PreparedRequest, choice: int, model: LoadedModel) -> 
         # Derived, not drawn, so that a resumed request gives the same call the same id.
         return "call_" + hashlib.sha256(f"{request}:{choice}:{index}".encode()).hexdigest()[:24]
 
-    return ToolCallParser(model.prompts.tool_format, chat.tools, call_id)
+    written = model.prompts.tool_format
+    return ToolCallParser(ToolFormat(written.name, written.open, written.close), chat.tools, call_id)

@@ -1,0 +1,345 @@
+"""The engine on a tiny model: whatever runs beside a request and however its prompt is computed, it gets the same
+tokens as alone and cold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from magnitude_engine import api
+from magnitude_engine.engine import Engine
+from magnitude_engine.model.loader import LoadedModel
+from testkit.engine import Recorder, alone, drain, engine_config, generate, run, submit
+from testkit.tiny import tiny_model
+
+GREEDY = api.Sampling(temperature=0.0)
+SEEDED = api.Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.4, seed=11)
+PROMPTS = [f"{'the quick brown fox jumps over the lazy dog ' * (i % 4)}prompt number {i}" for i in range(60)]
+LONG = "a session's history that fills several pages of the cache, so that chunks and reuse really happen. " * 3
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny_model()
+
+
+def small(model: LoadedModel, pages: int = 256, **settings: object) -> Engine:
+    return Engine(model, engine_config(**settings), pages=pages)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_batched_with_strangers(model: LoadedModel, sampling: api.Sampling, size: int) -> None:
+    requests = [generate(p, sampling=sampling, max_tokens=10 + i) for i, p in enumerate(PROMPTS[:size])]
+    answers = run(small(model), *requests)
+    for request, answer in zip(requests, answers, strict=True):
+        expected = alone(model, request)
+        assert answer.ids() == expected.ids()
+        assert answer.text() == expected.text()
+        assert answer.usage.completion_tokens == request.max_tokens
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50])
+def test_chunked_prefill(model: LoadedModel, chunk: int) -> None:
+    request = generate(LONG, sampling=SEEDED)
+    (answer,) = run(small(model, prefill_chunk=chunk), request)
+    assert answer.ids() == alone(model, request).ids()
+    progress = answer.of(api.Progress)
+    assert [p.done for p in progress] == sorted(p.done for p in progress)
+    assert progress[-1].done == progress[-1].total == answer.started.prompt_tokens
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_sessions_next_step_computes_only_what_is_new(model: LoadedModel, sampling: api.Sampling) -> None:
+    engine = small(model)
+    first = generate(LONG, session="s", sampling=sampling)
+    (before,) = run(engine, first)
+    history = (*model.prompts.encode(first.input), *before.ids())
+    second = generate((*history, *model.tokenizer.encode("and then?")), session="s", sampling=sampling, step=1)
+    (answer,) = run(engine, second)
+    assert answer.started.cached_tokens >= len(history) - 16
+    assert answer.usage.cached_tokens == answer.started.cached_tokens
+    assert answer.ids() == alone(model, second).ids()
+
+
+def test_reuse_ends_at_the_first_different_token(model: LoadedModel) -> None:
+    engine = small(model)
+    run(engine, generate(LONG, session="s"))
+    changed = generate(LONG[:100] + "#" + LONG[101:], session="s")
+    (answer,) = run(engine, changed)
+    assert 0 < answer.started.cached_tokens <= 100
+    assert answer.ids() == alone(model, changed).ids()
+
+
+def test_another_tenant_or_session_shares_nothing(model: LoadedModel) -> None:
+    engine = small(model)
+    run(engine, generate(LONG, session="s", tenant="a"))
+    answers = run(engine, generate(LONG, session="s", tenant="b"), generate(LONG, session="z", tenant="a"))
+    assert [a.started.cached_tokens for a in answers] == [0, 0]
+
+
+def test_level_off_computes_every_prompt_anew(model: LoadedModel) -> None:
+    engine = small(model, optimization_level="off")
+    answers = [run(engine, generate(LONG, session="s"))[0] for _ in range(2)]
+    assert answers[1].started.cached_tokens == 0
+    assert answers[0].ids() == answers[1].ids()
+
+
+def test_two_steps_of_one_session_at_once(model: LoadedModel) -> None:
+    engine = small(model, prefill_chunk=32)
+    requests = [generate(LONG + end, session="s", sampling=SEEDED) for end in ("one", "two", "three")]
+    recorders = submit(engine, requests[0])
+    for _ in range(12):
+        engine.step()
+    recorders += submit(engine, *requests[1:])
+    drain(engine)
+    for request, answer in zip(requests, recorders, strict=True):
+        assert answer.ids() == alone(model, request).ids()
+    assert recorders[1].started.cached_tokens > 0
+
+
+@pytest.mark.parametrize("prompt", [LONG, LONG[:32], "x"])
+def test_choices_share_one_prefill(model: LoadedModel, prompt: str) -> None:
+    engine = small(model)
+    (answer,) = run(engine, generate(prompt, n=4, sampling=SEEDED, request="same"))
+    prompt_tokens = answer.started.prompt_tokens
+    assert engine.status().counters["prefill_rows"] in (prompt_tokens, 0)
+    texts = {answer.text(choice) for choice in range(4)}
+    assert len(texts) > 1
+    assert answer.usage.completion_tokens == 48
+    for choice in range(4):
+        single = generate(prompt, n=choice + 1, sampling=SEEDED, request="same")
+        assert alone(model, single).ids(choice) == answer.ids(choice)
+
+
+def test_more_choices_than_seats(model: LoadedModel) -> None:
+    request = generate(LONG, n=6, sampling=SEEDED)
+    (answer,) = run(small(model, max_batch_size=2), request)
+    expected = alone(model, request)
+    assert [answer.ids(c) for c in range(6)] == [expected.ids(c) for c in range(6)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_preempted_for_lack_of_pages(model: LoadedModel, sampling: api.Sampling) -> None:
+    engine = small(model, pages=8)
+    requests = [generate(p[:40], sampling=sampling, max_tokens=40) for p in PROMPTS[:4]]
+    answers = run(engine, *requests)
+    assert engine.status().counters["preemptions"] > 0
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.ids() == alone(model, request).ids()
+
+
+def test_choices_are_preempted_alone_and_still_equal(model: LoadedModel) -> None:
+    engine = small(model, pages=8)
+    request = generate(PROMPTS[1][:40], n=4, sampling=SEEDED, max_tokens=60)
+    (answer,) = run(engine, request)
+    expected = alone(model, request)
+    assert [answer.ids(c) for c in range(4)] == [expected.ids(c) for c in range(4)]
+    assert engine.status().counters["preemptions"] > 0
+
+
+def test_sixty_requests_on_a_small_pool(model: LoadedModel) -> None:
+    engine = small(model, pages=64, max_batch_size=16)
+    requests = [generate(p, sampling=SEEDED, session=f"s{i % 20}", max_tokens=8) for i, p in enumerate(PROMPTS)]
+    answers = run(engine, *requests)
+    ample = run(small(model, pages=2048, max_batch_size=1), *requests)
+    assert [a.ids() for a in answers] == [a.ids() for a in ample]
+    assert engine.status().pages_free == 64
+    assert (engine.status().running, engine.status().waiting) == (0, 0)
+
+
+def test_cancelled_neighbours_leave_no_trace(model: LoadedModel) -> None:
+    engine = small(model, prefill_chunk=32)
+    requests = [generate(PROMPTS[i] + LONG, sampling=SEEDED, max_tokens=30) for i in range(4)]
+    recorders = submit(engine, *requests)
+    steps = iter(range(1000))
+
+    def cancel() -> None:
+        doomed = {3: 1, 20: 3}.get(next(steps))
+        if doomed is not None:
+            engine.cancel(requests[doomed].request, requests[doomed].epoch)
+            counts.append((doomed, len(recorders[doomed].events)))
+
+    counts: list[tuple[int, int]] = []
+    drain(engine, between=cancel)
+    assert [len(recorders[i].events) for i, _ in counts] == [n for _, n in counts]
+    assert not recorders[1].done
+    for i in (0, 2):
+        assert recorders[i].ids() == alone(model, requests[i]).ids()
+    assert engine.status().pages_free == 256
+    assert engine.status().counters["requests_cancelled"] == 2
+
+
+def test_cancelling_before_the_first_step_and_unknown_requests(model: LoadedModel) -> None:
+    engine = small(model)
+    request = generate("x")
+    (recorder,) = submit(engine, request)
+    engine.cancel(request.request, 99)
+    engine.cancel(request.request, request.epoch)
+    drain(engine)
+    assert recorder.events == []
+
+
+def test_the_same_request_cannot_run_twice_at_once(model: LoadedModel) -> None:
+    engine = small(model)
+    request = generate("x")
+    first, second = submit(engine, request, request)
+    assert second.failed is not None
+    assert "running already" in second.failed.message
+    drain(engine)
+    assert first.usage.completion_tokens == 12
+    (again,) = run(engine, request)
+    assert again.ids() == first.ids()
+
+
+def test_a_full_queue_is_refused_with_an_estimate(model: LoadedModel) -> None:
+    engine = small(model, max_waiting=2)
+    recorders = submit(engine, *(generate("x") for _ in range(4)))
+    refused = [r.failed for r in recorders if r.failed]
+    assert [(f.code, f.retryable) for f in refused] == [("overloaded", True)] * 2
+    assert all(f.retry_after_s is not None and f.retry_after_s >= 1 for f in refused)
+    drain(engine)
+    assert all(r.usage for r in recorders if not r.failed)
+
+
+def test_a_queue_of_none_still_uses_free_seats(model: LoadedModel) -> None:
+    engine = small(model, max_waiting=0)
+    (recorder,) = run(engine, generate("x"))
+    assert recorder.usage.completion_tokens == 12
+
+
+def test_a_smaller_batch_wanted_by_the_client(model: LoadedModel) -> None:
+    engine = small(model)
+    shy = generate("x", preferences=api.Preferences(max_batch_size=1))
+    seen: list[int] = []
+    answers = run(
+        engine, shy, *(generate(p) for p in PROMPTS[:3]), between=lambda: seen.append(engine.status().running)
+    )
+    assert set(seen[:11]) == {1}
+    assert all(a.usage for a in answers)
+
+
+class Breaking:
+    """Wraps a real runner and spoils what it returns, as broken hardware would."""
+
+    def __init__(self, model: LoadedModel, spoil: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        self._runner = model.runner
+        self._spoil = spoil
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: object, cache: object) -> object:
+        self._calls += 1
+        output = self._runner.forward(batch, cache)  # type: ignore[arg-type]
+        return output._replace(logits=self._spoil(output.logits, self._calls))
+
+
+def spoiled(model: LoadedModel, spoil: Callable[[torch.Tensor, int], torch.Tensor]) -> LoadedModel:
+    return model._replace(runner=Breaking(model, spoil))  # type: ignore[arg-type]
+
+
+def test_a_row_that_is_not_finite_fails_its_own_request_only(model: LoadedModel) -> None:
+    def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
+        logits = logits.clone()
+        if call == 4:
+            logits[1, 5] = math.nan
+        return logits
+
+    engine = small(spoiled(model, spoil))
+    requests = [generate(p, sampling=SEEDED, session=f"s{i}") for i, p in enumerate(PROMPTS[:3])]
+    answers = run(engine, *requests)
+    failed = answers[1].failed
+    assert failed is not None
+    assert (failed.code, failed.retryable) == ("numeric_failure", True)
+    for i in (0, 2):
+        assert answers[i].ids() == alone(model, requests[i]).ids()
+    (again,) = run(engine, generate(PROMPTS[1], session="s1"))
+    assert again.started.cached_tokens == 0
+    assert engine.status().pages_free == 256
+
+
+def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(model: LoadedModel) -> None:
+    def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
+        if call == 3:
+            raise RuntimeError("planted")
+        return logits
+
+    engine = small(spoiled(model, spoil), max_batch_size=2)
+    engine.start()
+    requests = [generate(p) for p in PROMPTS[:3]]
+    answers = submit(engine, *requests)
+    engine.close(grace_s=30)
+    codes = [a.failed.code if a.failed else None for a in answers]
+    assert "engine_error" in codes
+    ended_well = [i for i, code in enumerate(codes) if code is None]
+    assert 2 in ended_well
+    for i in ended_well:
+        assert answers[i].ids() == alone(model, requests[i]).ids()
+    engine.check_integrity()
+    assert engine.status().pages_free == 256
+
+
+def test_steps_that_keep_failing_end_the_engine(model: LoadedModel) -> None:
+    def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    engine = small(spoiled(model, spoil), max_batch_size=1)
+    fatal: list[bool] = []
+    answers = submit(engine, *(generate(p) for p in PROMPTS[:5]))
+    engine.start(on_fatal=lambda: fatal.append(True))
+    engine.close(grace_s=30)
+    assert fatal == [True]
+    assert [a.failed.code if a.failed else None for a in answers] == ["engine_error"] * 3 + ["worker_lost"] * 2
+    (late,) = submit(engine, generate("x"))
+    assert late.failed is not None
+    assert (late.failed.code, late.failed.retryable) == ("worker_lost", True)
+
+
+def test_a_sink_that_raises_ends_its_request_only(model: LoadedModel) -> None:
+    engine = small(model)
+
+    def sink(event: api.AnswerEvent) -> None:
+        raise OSError("gone")
+
+    engine.submit(generate("x"), sink)
+    (other,) = run(engine, generate("y"))
+    assert other.usage.completion_tokens == 12
+    assert (engine.status().running, engine.status().pages_free) == (0, 256)
+
+
+def test_closing_fails_what_is_left(model: LoadedModel) -> None:
+    engine = small(model)
+    recorders = submit(engine, generate("x"), generate("y"))
+    engine.step()
+    recorders += submit(engine, generate("z"))
+    engine.close()
+    assert [r.failed.code if r.failed else None for r in recorders] == ["worker_lost"] * 3
+
+
+def test_steps_count_up_while_there_is_work(model: LoadedModel) -> None:
+    engine = small(model)
+    counted: list[int] = []
+    run(engine, generate(LONG), between=lambda: counted.append(engine.status().steps))
+    assert counted == list(range(1, len(counted) + 1))
+    assert engine.status().steps == counted[-1]
+
+
+def test_events_come_in_order(model: LoadedModel) -> None:
+    (answer,) = run(small(model), generate(LONG))
+    kinds = [type(e).__name__ for e in answer.events]
+    assert kinds[0] == "Started"
+    assert kinds[-2:] == ["Finished", "Completed"]
+    last_progress = max(i for i, kind in enumerate(kinds) if kind == "Progress")
+    assert set(kinds[last_progress + 1 : -2]) == {"Delta"}
+
+
+def test_recorder_refuses_events_after_the_end() -> None:
+    recorder = Recorder()
+    recorder(api.Completed(request="r", epoch=1))
+    with pytest.raises(AssertionError):
+        recorder(api.Completed(request="r", epoch=1))
