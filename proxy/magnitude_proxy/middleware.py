@@ -30,6 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Response = TypeVar("Response", bound=web.StreamResponse)
 
 BODY_S = 60.0
+SERVER = "magnitude"
 LIVE = "/health/live"
 READY = "/health/ready"
 ADMIN: web.AppKey[bool] = web.AppKey("admin", bool)
@@ -176,7 +177,7 @@ def error_response(error: ProxyError) -> web.Response:
         body=msgspec.json.encode(error.body()),
         status=error.http_status,
         content_type="application/json",
-        headers=headers,
+        headers={**headers, "Server": SERVER},
     )
     if close:
         response.force_close()
@@ -196,7 +197,7 @@ def from_http(error: web.HTTPException, request: web.Request) -> ProxyError:
 
 async def name_request(request: web.Request, response: web.StreamResponse) -> None:
     """Puts the request id into every response before its headers go out; the server's software stays unnamed."""
-    response.headers["Server"] = "magnitude"
+    response.headers["Server"] = SERVER
     exchange = request.get(EXCHANGE)
     if exchange is not None:
         response.headers["x-request-id"] = exchange.id
