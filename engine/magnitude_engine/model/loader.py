@@ -1,0 +1,168 @@
+"""From a path to a model that runs: opens the file, checks memory, builds tokenizer, prompts and runner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from magnitude_engine import api
+from magnitude_engine.config import EngineConfig, Profile
+from magnitude_engine.errors import ConfigError, ModelDoesNotFit, ModelNotFound, ModelUnsupported
+from magnitude_engine.model import tokenizer as tokenizers
+from magnitude_engine.model.gguf import GgufFile
+from magnitude_engine.model.prompt import PromptEncoder
+from magnitude_engine.model.runner import Runner, build_decoder
+from magnitude_engine.model.template import ChatTemplate
+from magnitude_engine.model.tokenizer import Tokenizer
+from magnitude_engine.model.weights import Checkpoint, GgufLlama, LlamaConfig
+
+MIB = 1024 * 1024
+
+
+class LoadedModel(NamedTuple):
+    """A model ready to serve."""
+
+    runner: Runner
+    tokenizer: Tokenizer
+    prompts: PromptEncoder
+    card: api.ModelCard
+
+
+class Source(NamedTuple):
+    """What a model's files hold, whatever their format."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    template: str
+    weights_hash: str
+
+
+def load_model(config: EngineConfig, progress: Callable[[float], None] | None = None) -> LoadedModel:
+    """Loads the model that `config` names; sets torch's thread count where `config.threads` says one.
+
+    `progress` is called with the loaded fraction, 0..1.
+
+    Raises:
+        ModelNotFound: nothing at the path.
+        ModelUnsupported: a format, architecture or tokenizer the engine does not have, or a damaged file.
+        ModelDoesNotFit: not enough memory; says both numbers.
+        ConfigError: a setting that this model or machine cannot follow.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    profile, device = _placement(config.profile)
+    source = _open(Path(config.model_path))
+    context = _context(config, source.checkpoint.config)
+    return assemble(config, source, Placement(profile, device, context), progress or (lambda fraction: None))
+
+
+class Placement(NamedTuple):
+    """How and where a model runs; `context` is the number of positions served."""
+
+    profile: Profile
+    device: torch.device
+    context: int
+
+
+def assemble(config: EngineConfig, source: Source, place: Placement, progress: Callable[[float], None]) -> LoadedModel:
+    """Builds a runnable model from opened files (see `load_model` for errors)."""
+    c = source.checkpoint.config
+    spare = _check_memory(config, c, place)
+    template = _template(source)
+    decoder = build_decoder(source.checkpoint, place.profile, place.context, place.device, spare // 2, progress)
+    card = api.ModelCard(
+        name=config.model_name,
+        architecture="llama",
+        context_length=place.context,
+        vocab_size=c.vocab,
+        profile=place.profile,
+        tokenizer_hash=source.tokenizer.fingerprint,
+        weights_hash=source.weights_hash,
+        parameters=parameter_count(c),
+        path=config.model_path,
+    )
+    runner = Runner(decoder, place.profile, place.context, place.device)
+    return LoadedModel(runner, source.tokenizer, PromptEncoder(source.tokenizer, template), card)
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """Returns the number of weights, the embeddings counted once."""
+    attention = 2 * config.hidden * config.head_dim * (config.heads + config.kv_heads)
+    layer = attention + 3 * config.hidden * config.ffn + 2 * config.hidden
+    return config.layers * layer + config.vocab * config.hidden + config.hidden
+
+
+def _open(path: Path) -> Source:
+    """Opens a GGUF file."""
+    if not path.exists():
+        raise ModelNotFound(f"no model at {path}; run `magnitude pull smollm2`, or give the path of a GGUF file")
+    if path.is_dir():
+        raise ModelUnsupported(f"{path} is a folder; give the path of a GGUF file")
+    file = GgufFile.open(path)
+    return Source(
+        GgufLlama(file), tokenizers.from_gguf(file), file.text("tokenizer.chat_template", ""), file.fingerprint()
+    )
+
+
+def _template(source: Source) -> ChatTemplate:
+    """Compiles the model's template with the special tokens it may name."""
+    if not source.template:
+        raise ModelUnsupported("the model has no chat template; use an instruction-tuned model")
+    tokenizer = source.tokenizer
+    end = min(tokenizer.eos_ids, default=None)
+    names = {"bos_token": tokenizer.bos_id, "eos_token": end}
+    special = {name: "" if token is None else tokenizer.token_text(token) for name, token in names.items()}
+    return ChatTemplate(source.template, special, clock=datetime.now)
+
+
+def _placement(profile: Profile | None) -> tuple[Profile, torch.device]:
+    """Chooses profile and device; `native` takes the GPU where there is one."""
+    gpu = torch.cuda.is_available()
+    chosen: Profile = profile or ("native" if gpu else "packed")
+    return chosen, torch.device("cuda" if gpu and chosen == "native" else "cpu")
+
+
+def _context(config: EngineConfig, model: LlamaConfig) -> int:
+    wanted = config.context_length
+    if wanted is None:
+        return model.context
+    if wanted > model.context:
+        raise ConfigError(
+            f"context_length {wanted} is more than this model's {model.context}; lower it", param="context_length"
+        )
+    return wanted
+
+
+def _check_memory(config: EngineConfig, model: LlamaConfig, place: Placement) -> int:
+    """Returns the bytes left beside weights and cache; raises ModelDoesNotFit when there are none."""
+    per_value = {"reference": 4.0, "packed": 0.8, "native": 2.0}[place.profile]
+    embeddings = 2 * model.vocab * model.hidden
+    needed = int(parameter_count(model) * per_value) + embeddings + config.kv_memory_mb * MIB
+    free = available_memory(place.device)
+    if needed > free:
+        raise ModelDoesNotFit(
+            f"the model needs about {needed // MIB} MiB ({config.kv_memory_mb} of them for keys and values) but "
+            f"{free // MIB} MiB are available; use a smaller model or lower kv_memory_mb"
+        )
+    return free - needed
+
+
+def available_memory(device: torch.device) -> int:
+    """Returns the bytes that this process may still use on `device`, container limits included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text("ascii").strip()
+        if limit != "max":
+            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text("ascii")))
+    except (OSError, KeyError, ValueError):
+        return free  # Not Linux, or no control group: the best figure so far.
+    return free
