@@ -128,17 +128,20 @@ def _row(row: torch.Tensor, cut: _Cut, mask: torch.Tensor | None) -> int:
 def _nucleus(row: torch.Tensor, scaled: torch.Tensor, weights: torch.Tensor, top_p: float) -> torch.Tensor:
     """Returns the smallest logit of `row` above which less than `top_p` of the weight lies.
 
-    The logits fall into bins from high to low; only the bin in which the mass is reached is put in order, since
-    sorting a vocabulary costs more than the rest of the draw.
+    Of a long row only the bin of logits in which the mass is reached is put in order, since sorting a vocabulary
+    costs more than the rest of the draw.
     """
-    depth = min(-scaled.amin().item(), _DEEPEST)
-    bins = (scaled * (-_BINS / max(depth, _SHALLOWEST))).clamp_(max=_BINS - 1).to(torch.int64)
-    mass = torch.bincount(bins, weights.double(), minlength=_BINS).cumsum(0)
-    wanted = top_p * mass[-1]
-    reached = int((mass < wanted).sum().item())
-    inside = (bins == min(reached, _BINS - 1)).nonzero().squeeze(1)
-    logits, order = row[inside].sort(descending=True)
-    above = weights[inside][order].cumsum(0, dtype=torch.float64)
-    if reached:
-        above += mass[reached - 1]
+    wanted = top_p * weights.sum(dtype=torch.float64)
+    skipped = torch.zeros((), dtype=torch.float64, device=row.device)
+    if row.numel() > _BINS:
+        depth = min(max(-scaled.amin().item(), _SHALLOWEST), _DEEPEST)
+        bins = (scaled * (-_BINS / depth)).clamp_(max=_BINS - 1).to(torch.int64)
+        mass = torch.bincount(bins, weights.double(), minlength=_BINS).cumsum(0)
+        reached = int((mass < wanted).sum().item())
+        if reached:
+            skipped = mass[reached - 1]
+        inside = (bins == reached).nonzero().squeeze(1)
+        row, weights = row[inside], weights[inside]
+    logits, order = row.sort(descending=True)
+    above = weights[order].cumsum(0, dtype=torch.float64).add_(skipped)
     return logits[min(int((above < wanted).sum().item()), logits.numel() - 1)]

@@ -1,0 +1,149 @@
+"""Tool calls in text: what is a call, what stays text, and that cuts change nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magnitude_engine import api
+from magnitude_engine.decode.tools import HERMES, ToolCallParser
+
+TOOLS = (api.Tool(name="search"), api.Tool(name="add"))
+SEARCH = '<tool_call>{"name": "search", "arguments": {"query": "tea"}}</tool_call>'
+ADD = '<tool_call>\n{"arguments": { "a": 1,"b":[2, {}] }, "name": "add"}\n</tool_call>'
+
+
+def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]], list[tuple[str, tuple[api.ToolCallDelta, ...]]]]:
+    """All plain text, all calls as (name, arguments), and what each piece gave."""
+    parser = ToolCallParser(HERMES, TOOLS, lambda index: f"call_{index}")
+    steps = [*(parser.push(p) for p in pieces), parser.finish()]
+    deltas = [delta for _, calls in steps for delta in calls]
+    assert [(d.index, d.id) for d in deltas] == [(i, f"call_{i}") for i in range(len(deltas))]
+    assert parser.called == bool(deltas)
+    return "".join(text for text, _ in steps), [(d.name or "", d.arguments) for d in deltas], steps
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "calls"),
+    [
+        (SEARCH, "", [("search", '{"query": "tea"}')]),
+        (ADD, "", [("add", '{ "a": 1,"b":[2, {}] }')]),
+        (f"Let me see. {SEARCH}", "Let me see. ", [("search", '{"query": "tea"}')]),
+        (f"{SEARCH}\n{ADD}\n", "", [("search", '{"query": "tea"}'), ("add", '{ "a": 1,"b":[2, {}] }')]),
+        (f"{SEARCH}\nand {ADD}", "\nand ", [("search", '{"query": "tea"}'), ("add", '{ "a": 1,"b":[2, {}] }')]),
+        (f"a\n{SEARCH}", "a\n", [("search", '{"query": "tea"}')]),
+        (SEARCH.removesuffix("</tool_call>"), "", [("search", '{"query": "tea"}')]),
+        (SEARCH.removesuffix("ol_call>"), "", [("search", '{"query": "tea"}')]),
+        (f"<tool_call><tool_call>{SEARCH}", "<tool_call><tool_call>", [("search", '{"query": "tea"}')]),
+        (f'<tool_call>{{"name": {SEARCH}', '<tool_call>{"name": ', [("search", '{"query": "tea"}')]),
+        (
+            '<tool_call>{"name":"search","arguments":{"query":"</tool_call> \\" <tool_call>"}}</tool_call>',
+            "",
+            [("search", '{"query":"</tool_call> \\" <tool_call>"}')],
+        ),
+        (
+            '<tool_call>{"name":"search","arguments":{"q":"é \\ud83d\\ude00 😀"},"id":7}</tool_call>x',
+            "x",
+            [("search", '{"q":"é \\ud83d\\ude00 😀"}')],
+        ),
+    ],
+)
+def test_calls(text: str, plain: str, calls: list[tuple[str, str]]) -> None:
+    assert read([text])[:2] == (plain, calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        "a < b <tool",
+        "<tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>search(tea)</tool_call>",
+        '<tool_call>{"name": "search"}</tool_call>',
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": "{}"}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {}} extra</tool_call>',
+        '<tool_call>[{"name": "search", "arguments": {}}]</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"a": 1,}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"a": nul}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"a": "\n"}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"a": "\\x"}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"a": 1]}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"query": "te',
+        '<tool_call>{"name": "search", "arguments": {"query": "tea"}',
+        "</tool_call>",
+        '<tool_call>{"name": "search", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5001 + "</tool_call>",
+    ],
+)
+def test_what_is_no_call_stays_as_it_was(text: str) -> None:
+    assert read([text])[:2] == (text, [])
+
+
+@pytest.mark.parametrize("text", [f"Now {SEARCH}\n{ADD} <tool_call>{{no}}</tool_call> <tool_ca", SEARCH + ADD[:-3]])
+def test_every_cut_gives_the_same(text: str) -> None:
+    expected = read([text])[:2]
+    assert read(list(text))[:2] == expected
+    for place in range(len(text) + 1):
+        assert read([text[:place], text[place:]])[:2] == expected
+
+
+PARTS = (SEARCH, ADD, "<tool_call>", "</tool_call>", "<tool", "{", "}", '"', "\\", " ", "\n", "x", "😀")
+fragments = st.sampled_from([*PARTS, '{"name": "add", ', '"arguments": {}}'])
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(fragments, max_size=8).map("".join), st.data())
+def test_any_cut_of_any_text_gives_the_same(text: str, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
+    whole, cut = read([text]), read(pieces)
+    assert cut[:2] == whole[:2]
+    if not whole[1]:
+        assert whole[0] == text
+
+
+strings = st.text(st.characters(codec="utf-8"), max_size=20)
+numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | strings,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.dictionaries(strings, values, max_size=3),
+    st.booleans(),
+    st.sampled_from([None, 1]),
+)
+def test_any_object_can_be_an_argument(arguments: dict[str, object], escape: bool, indent: int | None) -> None:
+    written = json.dumps(arguments, ensure_ascii=escape, indent=indent)
+    text = f'<tool_call>{{"name": "add", "arguments": {written}}}</tool_call>'
+    assert read([text])[:2] == ("", [("add", written)])
+
+
+def test_plain_text_is_not_delayed() -> None:
+    steps = read(["I will ", "search <", "b> <tool", "_call", ">no", " way"])[2]
+    assert [text for text, _ in steps] == ["I will ", "search ", "<b> ", "", "<tool_call>no", " way", ""]
+
+
+def test_a_call_is_given_with_the_piece_that_completes_it() -> None:
+    steps = read([SEARCH[:-1], ">", " done"])[2]
+    assert [len(calls) for _, calls in steps] == [0, 1, 0, 0]
+    assert msgspec.to_builtins(steps[1][1][0]) == {
+        "index": 0,
+        "id": "call_0",
+        "name": "search",
+        "arguments": '{"query": "tea"}',
+    }
+    assert steps[2][0] == " done"
