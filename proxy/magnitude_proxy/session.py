@@ -22,7 +22,15 @@ from magnitude_proxy.store.embedded import EmbeddedStore
 from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
 from magnitude_proxy.store.memory import MemoryStore
 from magnitude_proxy.store.record import SessionRecord, State, StepOutcome, after
-from magnitude_proxy.telemetry import STALE_COMMITS, STORE_ERRORS, STORE_SECONDS, STORE_UP, Telemetry, store_log
+from magnitude_proxy.telemetry import (
+    SPAN_STORE,
+    STALE_COMMITS,
+    STORE_ERRORS,
+    STORE_SECONDS,
+    STORE_UP,
+    Telemetry,
+    store_log,
+)
 
 __all__ = ["Lease", "SessionRecord", "Sessions", "State", "StepOutcome"]
 
@@ -150,11 +158,12 @@ class Sessions:
         if self._store is None:
             raise StoreDown("no store is configured")
         began = time.perf_counter()
-        try:
-            reply = await self._store.call(*command)
-        except StoreDown:
-            self._telemetry.count(STORE_ERRORS, operation=operation)
-            raise
+        with self._telemetry.span(SPAN_STORE, operation=operation):
+            try:
+                reply = await self._store.call(*command)
+            except StoreDown:
+                self._telemetry.count(STORE_ERRORS, operation=operation)
+                raise
         self._telemetry.observe(STORE_SECONDS, time.perf_counter() - began, operation=operation)
         return reply
 

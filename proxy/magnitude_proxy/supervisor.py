@@ -37,6 +37,7 @@ RESTART_MOST_S = 30.0
 HEALTHY_S = 60.0
 GRACE_S = 3.0
 STOP_S = 5.0
+LAST_WORDS_S = 1.0
 LOOK_S = 0.5
 LINE_BYTES = 1024 * 1024
 EXIT_REFUSED = 2
@@ -176,14 +177,15 @@ class Supervisor:
         self._last_error = ""
         self._telemetry.count(WORKER_STARTS)
         worker_log.info("worker started as process %d", child.pid)
-        output = asyncio.gather(self._follow(child.stdout, logging.DEBUG), self._follow(child.stderr, logging.INFO))
+        streams = ((child.stdout, logging.DEBUG), (child.stderr, logging.INFO))
+        output = [asyncio.create_task(self._follow(stream, level)) for stream, level in streams]
         try:
             reason = await self._watch(child)
-            with contextlib.suppress(TimeoutError):
-                # A grandchild may hold the pipes open; what it says is not waited for.
-                await asyncio.wait_for(output, STOP_S)
+            # A grandchild may hold the pipes open: its words are not waited for.
+            await asyncio.wait(output, timeout=LAST_WORDS_S)
         finally:
-            output.cancel()
+            for task in output:
+                task.cancel()
             status = await process.stop(child, STOP_S)
         self.failure = reason or _epitaph(status, self._last_error)
         return status

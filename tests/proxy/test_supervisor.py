@@ -37,6 +37,7 @@ from testkit import supervised
 from testkit.model import smollm2_path
 from testkit.supervised import Supervised, running
 
+LOADING_S = 180.0
 LIMITS = Limits(start_s=30.0, hang_s=5.0)
 
 
@@ -67,8 +68,8 @@ def test_verdicts(pulse: Pulse, unreached_s: float, was_ready: bool, verdict: st
     assert judge(pulse, 1, unreached_s, was_ready, LIMITS) == verdict
 
 
-async def until(check: Callable[[], object]) -> None:
-    async with asyncio.timeout(40):
+async def until(check: Callable[[], object], limit_s: float = 40.0) -> None:
+    async with asyncio.timeout(limit_s):
         while not check():
             await asyncio.sleep(0.01)
 
@@ -244,9 +245,10 @@ def chat(request: str, max_tokens: int) -> Step:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 async def test_the_real_worker_answers_dies_and_answers_again(tmp_path: Path) -> None:
     async with real_worker(tmp_path, smollm2_path()) as (supervisor, route):
-        await until(route.available)
+        await until(route.available, LOADING_S)
         assert route.card is not None
         assert route.card.name == "real"
         first = [event async for event in route.answer(chat("r1", 12), 0)]
@@ -255,14 +257,14 @@ async def test_the_real_worker_answers_dies_and_answers_again(tmp_path: Path) ->
         pid = supervisor.pid
         assert pid is not None
         broken = []
-        async for event in route.answer(chat("r2", 4000), 0):
+        async for event in route.answer(chat("r2", 400), 0):
             broken.append(event)
             if isinstance(event, api.Delta) and event.ids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         assert isinstance(broken[-1], api.Failed)
         assert broken[-1].code == "worker_lost"
-        await until(lambda: supervisor.pid != pid and route.available())
+        await until(lambda: supervisor.pid != pid and route.available(), LOADING_S)
         again = [event async for event in route.answer(chat("r3", 12), 1)]
         assert words_of(again) == words_of(first)
         last = supervisor.pid

@@ -35,6 +35,7 @@ POLL_S = 0.03
 RESTART_FIRST_S = 0.1
 RESTART_MOST_S = 30.0
 OLDEST_MAJOR = 7
+MAX_MEMORY = "512mb"
 _VERSION = re.compile(r"(?P<kind>Valkey|Redis) server v=(?P<major>\d+)\.(?P<minor>\d+)")
 
 
@@ -139,8 +140,11 @@ class EmbeddedStore:
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         waited = 0.0
         while not _locked(self._lock):
-            if not ready.is_set() and (await self._accepts() or waited > START_S):
+            if not ready.is_set() and await self._accepts():
                 store_log.info("using the embedded session store of another process: %s", self._socket)
+                ready.set()
+            elif waited > START_S and not ready.is_set():
+                self.problem = f"the process that locks {self._folder} has no server at {self._socket}; stop it"
                 ready.set()
             await asyncio.sleep(POLL_S)
             waited += POLL_S
@@ -158,6 +162,9 @@ class EmbeddedStore:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "save": "",
+            # Every session expires: under pressure the ones idle longest go first, and no write is refused.
+            "maxmemory": MAX_MEMORY,
+            "maxmemory-policy": "volatile-lru",
             "daemonize": "no",
             "loglevel": "warning",
         }
