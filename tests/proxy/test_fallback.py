@@ -183,9 +183,11 @@ def test_progress_without_end_meets_the_absolute_limit() -> None:
 
 @pytest.mark.parametrize("others", [[], [upstream([], ready=False)]])
 def test_a_slow_worker_goes_on_when_nothing_else_could_answer(others: list[ScriptedRoute]) -> None:
-    got = outcome(local([Pause(100), *answer("late")]), *others)
+    worker = local([Pause(100), *answer("late")])
+    got = outcome(worker, *others)
     assert got.text == "late"
     assert got.labels == [("local", None)]
+    assert len(worker.seen) == 1
 
 
 def test_a_slow_worker_gets_the_request_back_when_nothing_else_answered() -> None:

@@ -193,7 +193,8 @@ async def test_unusable_key_files_stop_the_start(tmp_path: Path, content: str | 
     assert caught.value.param == "upstreams.up.key_file"
 
 
-async def test_connections_are_kept_and_reused() -> None:
+async def test_connections_are_kept_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("magnitude_proxy.upstream._DRAIN_S", 10.0)
     ending = chunked(sse(chunk("a"))) + chunked(END)
     stream_head = head(200, "Content-Type: text/event-stream", "Transfer-Encoding: chunked")
     async with ScriptedServer([[stream_head, ending, Pause(0.01), chunked(b""), KEEP]]) as server:
@@ -249,7 +250,7 @@ async def test_an_end_without_done_is_complete_when_every_choice_is_finished() -
 
 
 async def test_a_reset_after_the_last_finish_loses_nothing() -> None:
-    events = await play([STREAM_HEAD, sse(chunk("a"), chunk(finish="stop")), Pause(0.05), RESET])
+    events = await play([STREAM_HEAD, sse(chunk("a"), chunk(finish="stop")), Pause(0.3), RESET])
     assert isinstance(events[-1], api.Completed)
 
 
@@ -266,6 +267,7 @@ BROKEN_STREAMS: dict[str, Sequence[Any]] = {
     "only comments": [b": x\n\n"],
     "reset": [sse(chunk("a")), Pause(0.05), RESET],
     "cut off in a frame": [sse(chunk("a")), b'data: {"choices"'],
+    "a second choice cut off": [sse(chunk("a"), chunk("b", index=1), chunk(finish="stop"), "[DONE]")],
     "one choice missing": [sse(chunk("a"), chunk(finish="stop"), "[DONE]")],
     "broken JSON": [b"data: {nope}\n\n"],
     "broken UTF-8": [b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n'],
@@ -479,9 +481,10 @@ async def test_silence_in_mid_stream() -> None:
     assert "idle_s" in failure_of(events).message
 
 
+@pytest.mark.slow
 async def test_a_slow_stream_with_content_goes_on() -> None:
-    pieces = [item for _ in range(6) for item in (Pause(0.05), sse(chunk("a")))]
-    events = await play([STREAM_HEAD, *pieces, END], first_token_s=0.2, idle_s=0.2)
+    pieces = [item for _ in range(6) for item in (Pause(0.25), sse(chunk("a")))]
+    events = await play([STREAM_HEAD, *pieces, END], first_token_s=1.0, idle_s=1.0)
     assert text_of(events) == "a" * 6
 
 
@@ -522,7 +525,7 @@ def route_to(name: str, url: str, session: Any, telemetry: Telemetry) -> Upstrea
         ([head(503, length=0)], "upstream_http_503"),
         ([head(401, length=0)], "upstream_http_401"),
         ([RESET], "upstream_disconnected"),
-        ([STREAM_HEAD, sse(chunk("", role="assistant")), RESET], "upstream_stream_broken"),
+        ([STREAM_HEAD, sse(chunk("", role="assistant")), Pause(0.3), RESET], "upstream_stream_broken"),
         ([STREAM_HEAD, sse({"error": {"message": "x"}})], "upstream_stream_broken"),
         ([json_answer({"choices": []})], "upstream_empty"),
     ],
