@@ -39,9 +39,9 @@ LOCAL = "local"
 
 @dataclass(slots=True)
 class Tally:
-    """What the events so far say about the whole answer."""
+    """What the events so far say about the whole answer; `label` is empty before any route was taken."""
 
-    label: str = LOCAL
+    label: str = ""
     reason: str | None = None
     usage: api.Usage = field(default_factory=api.Usage)
     finish: str = ""
@@ -87,7 +87,7 @@ class Answer:
             error.headers.update(self._headers())
             raise
         finally:
-            self._exchange.route = self._tally.label
+            self._exchange.route = self._tally.label or "none"
 
     async def _whole(self, events: Events) -> web.Response:
         body: Body = ChatBody() if self._asked.kind == "chat" else TextBody()
@@ -170,7 +170,9 @@ class Answer:
 
     def _headers(self) -> dict[str, str]:
         tally = self._tally
-        headers = {"x-magnitude-session": self._lease.identity.session, "x-magnitude-route": tally.label}
+        headers = {"x-magnitude-session": self._lease.identity.session}
+        if tally.label:
+            headers["x-magnitude-route"] = tally.label
         if tally.reason is not None:
             headers["x-magnitude-fallback-reason"] = tally.reason
         if self._lease.degraded:
@@ -182,11 +184,12 @@ class Answer:
     async def _commit(self, *, ok: bool) -> None:
         """Records the step in its session and the tokens in the metrics."""
         tally, usage, telemetry = self._tally, self._tally.usage, self._surface.telemetry
-        telemetry.count(PROMPT_TOKENS, usage.prompt_tokens, route=tally.label)
-        telemetry.count(CACHED_TOKENS, usage.cached_tokens, route=tally.label)
-        telemetry.count(COMPLETION_TOKENS, usage.completion_tokens, route=tally.label)
+        route = tally.label or "none"
+        telemetry.count(PROMPT_TOKENS, usage.prompt_tokens, route=route)
+        telemetry.count(CACHED_TOKENS, usage.cached_tokens, route=route)
+        telemetry.count(COMPLETION_TOKENS, usage.completion_tokens, route=route)
         outcome = StepOutcome(
-            route=tally.label,
+            route=route,
             finish_reason=tally.finish,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,

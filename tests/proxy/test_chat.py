@@ -197,7 +197,7 @@ async def test_failures_before_content_are_http_errors(
 
 
 async def test_a_failure_after_content_is_one_error_event_and_no_done(tmp_path: Path) -> None:
-    events = [started(), delta("Hel", 1), Pause(0.05), failed("numeric_failure", retryable=False)]
+    events: list[Action] = [started(), delta("Hel", 1), Pause(0.05), failed("numeric_failure", retryable=False)]
     async with routing(two_routes(tmp_path), ScriptedRoute("local", [events])) as proxy:
         stream = await proxy.post("/chat/completions", {**LOCAL_ASK, "stream": True})
         whole = await proxy.post("/chat/completions", LOCAL_ASK)
@@ -369,7 +369,7 @@ async def test_many_streams_at_once_keep_apart(tmp_path: Path) -> None:
             reply = await proxy.post("/chat/completions", ask, x_magnitude_session=str(i), x_request_id=f"same-{i % 3}")
             assert text_of(checked_chunks(reply)) == stub.text
 
-        await asyncio.gather(*(one(i) for i in range(24)))
+        await asyncio.gather(*(one(i) for i in range(12)))
 
 
 async def test_the_published_example_of_curl(tmp_path: Path) -> None:
