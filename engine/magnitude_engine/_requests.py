@@ -85,7 +85,7 @@ def encode(ask: Ask, model: str, config: AgentRuntimeConfig | None) -> bytes:
         RequestError: a value cannot be sent; `param` names it.
     """
     options = ask.options
-    _check(ask)
+    check(ask)
     body: dict[str, Any] = {
         "model": model,
         "temperature": options.temperature,
@@ -119,7 +119,8 @@ def _alternatives(options: Options) -> int | None:
     return 0 if options.logprobs is True else options.logprobs
 
 
-def _check(ask: Ask) -> None:
+def check(ask: Ask) -> None:
+    """Raises RequestError for an argument of the wrong form; `param` names it."""
     options = ask.options
     if ask.session_id is not None and (not isinstance(ask.session_id, str) or not ask.session_id):
         raise RequestError("session_id must be a non-empty text, or None", param="session_id")

@@ -71,6 +71,37 @@ class AgentRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             )
 
 
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine inside the caller's own process is set up; nothing here changes what a model says.
+
+    Attributes:
+        model: a pulled name, a GGUF file or a model folder; the variable MAGNITUDE_MODEL overrides it.
+        enable_hierarchical_cache: let cached pages move to slower memory, where the engine has such tiers.
+        max_parallel_branches: most hypotheses, or choices, that share one prompt.
+        optimization_level: `off` computes every prompt anew; the others reuse what is cached.
+    """
+
+    model: str = "smollm2"
+    enable_hierarchical_cache: bool = True
+    max_parallel_branches: int = 8
+    optimization_level: OptimizationLevel = "balanced"
+
+    def __post_init__(self) -> None:
+        branches = self.max_parallel_branches
+        if isinstance(branches, bool) or not isinstance(branches, int) or not 1 <= branches <= 1024:
+            raise ConfigError(
+                f"max_parallel_branches must be a whole number from 1 to 1024, not {branches!r}",
+                param="max_parallel_branches",
+            )
+        if self.optimization_level not in ("off", "balanced", "aggressive"):
+            raise ConfigError(
+                f"optimization_level must be 'off', 'balanced' or 'aggressive', not {self.optimization_level!r}",
+                param="optimization_level",
+            )
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a name or a path, not {self.model!r}", param="model")
+
+
 def default_data_dir() -> Path:
     """Returns MAGNITUDE_DATA_DIR, else `magnitude` under the user's XDG data folder."""
     explicit = os.environ.get("MAGNITUDE_DATA_DIR")

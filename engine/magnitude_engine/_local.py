@@ -1,0 +1,192 @@
+"""Between the published client's terms and the engine's own: a question as `Generate`, its events as a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from magnitude_engine import api
+from magnitude_engine._answers import CalledFunction, CalledTool, GenerateResult, StreamItem
+from magnitude_engine._requests import Ask
+from magnitude_engine.errors import EngineError, FeatureUnsupported, MagnitudeError, RequestError
+
+_T = TypeVar("_T")
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    arguments: str = ""
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    role: api.Role
+    content: str | None = None
+    name: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+def to_generate(ask: Ask, request: str, session: str, seed: int) -> api.Generate:
+    """Returns the engine's request for `ask`; `seed` is used where the caller set none.
+
+    Raises:
+        RequestError: a message, tool or option has the wrong form; `param` names it.
+        FeatureUnsupported: an option that the engine does not serve.
+    """
+    options = ask.options
+    for name, value in (("response_format", options.response_format), ("extra_body", options.extra_body)):
+        if value:
+            raise FeatureUnsupported(f"{name} is not served in process; leave it out", param=name)
+    stop = options.stop_sequences or ()
+    logprobs = options.logprobs
+    return api.Generate(
+        request=request,
+        epoch=0,
+        tenant="local",
+        session=session,
+        input=_input(ask),
+        sampling=api.Sampling(
+            temperature=1.0 if options.temperature is None else options.temperature,
+            top_p=1.0 if options.top_p is None else options.top_p,
+            seed=seed if options.seed is None else options.seed,
+        ),
+        max_tokens=options.max_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logprobs=None if logprobs is None or logprobs is False else 0 if logprobs is True else logprobs,
+    )
+
+
+def _input(ask: Ask) -> api.Input:
+    if ask.messages is None:
+        return api.TextInput(text=ask.prompt)
+    messages = _convert("messages", ask.messages, list[_Message])
+    tools = _convert("tools", ask.options.tools or (), list[_Tool])
+    choice = ask.options.tool_choice or "auto"
+    if choice not in ("auto", "none"):
+        raise FeatureUnsupported("tool_choice is 'auto' or 'none' in process", param="tool_choice")
+    return api.ChatInput(
+        messages=tuple(
+            api.Message(
+                role=message.role,
+                content=message.content or "",
+                name=message.name,
+                tool_calls=tuple(
+                    api.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+                    for call in message.tool_calls or ()
+                ),
+                tool_call_id=message.tool_call_id,
+            )
+            for message in messages
+        ),
+        tools=tuple(
+            api.Tool(
+                name=tool.function.name,
+                description=tool.function.description or "",
+                parameters=tool.function.parameters or {},
+            )
+            for tool in tools
+        ),
+        tool_choice=api.ToolChoice(mode="none" if choice == "none" else "auto"),
+    )
+
+
+def _convert(param: str, value: Any, shape: type[_T]) -> _T:
+    try:
+        return msgspec.convert([dict(item) for item in value], type=shape)
+    except (msgspec.ValidationError, TypeError, ValueError) as problem:
+        raise RequestError(f"{param} do not have OpenAI's form: {problem}", param=param) from problem
+
+
+class EventCollector:
+    """Gathers the events of one request."""
+
+    def __init__(self, ask: Ask, request: str, session: str) -> None:
+        self._logprobs_wanted = ask.options.logprobs is not None and ask.options.logprobs is not False
+        self._request = request
+        self._session = session
+        self._text: list[str] = []
+        self._calls: dict[int, CalledTool] = {}
+        self._logprobs: list[dict[str, Any]] = []
+        self._finish = ""
+
+    def add(self, event: api.AnswerEvent) -> StreamItem | None:
+        """Takes the next event; returns what a caller gets to see of it, if anything.
+
+        Raises:
+            MagnitudeError: the request failed.
+        """
+        if isinstance(event, api.Failed):
+            raise error_of(event)
+        if isinstance(event, api.Completed):
+            return StreamItem(text="", result=self._result(event.usage))
+        if isinstance(event, api.Finished):
+            self._finish = event.reason
+        if isinstance(event, api.Delta):
+            self._add_delta(event)
+            return StreamItem(text=event.text, result=None) if event.text else None
+        return None
+
+    def _add_delta(self, event: api.Delta) -> None:
+        self._text.append(event.text)
+        self._logprobs += [_logprob(position) for position in event.logprobs]
+        for piece in event.tool_calls:
+            empty = CalledTool(id="", type="function", function=CalledFunction(name="", arguments=""))
+            call = self._calls.setdefault(piece.index, empty)
+            call["id"] = piece.id or call["id"]
+            call["function"]["name"] = piece.name or call["function"]["name"]
+            call["function"]["arguments"] += piece.arguments
+
+    def _result(self, usage: api.Usage) -> GenerateResult:
+        result = GenerateResult(
+            text="".join(self._text),
+            session_id=self._session,
+            finish_reason=self._finish,
+            usage={
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            },
+            route="local",
+            request_id=self._request,
+            tool_calls=[self._calls[index] for index in sorted(self._calls)],
+        )
+        if self._logprobs_wanted:
+            result["logprobs"] = {"content": self._logprobs}
+        return result
+
+
+def _logprob(position: api.TokenLogprob) -> dict[str, Any]:
+    """Returns one position in OpenAI's form."""
+    return _token(position) | {"top_logprobs": [_token(other) for other in position.top]}
+
+
+def _token(token: api.TopLogprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def error_of(failed: api.Failed) -> MagnitudeError:
+    """Returns the error that `failed` reports."""
+    for kind in _subclasses(MagnitudeError):
+        if kind.code == failed.code:
+            return kind(failed.message, param=failed.param) if failed.param else kind(failed.message)
+    return EngineError(failed.message)
+
+
+def _subclasses(kind: type[MagnitudeError]) -> Iterator[type[MagnitudeError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)

@@ -1,0 +1,151 @@
+"""The in-process engine: real engine and real requests, on a tiny random model; once on the real model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from magnitude import AgentConfig, MagnitudeEngine
+from magnitude_engine.errors import ConfigError, EngineError, FeatureUnsupported, ModelNotFound, RequestError
+from magnitude_engine.inprocess import find_model
+from testkit.model import smollm2_path
+from testkit.tiny import tiny_model
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MagnitudeEngine]:
+    """An engine whose weights are tiny and random; everything else is as shipped."""
+    weights = tmp_path / "tiny.gguf"
+    weights.write_bytes(b"GGUF")
+    monkeypatch.setenv("MAGNITUDE_MODEL", str(weights))
+    monkeypatch.setattr("magnitude_engine.model.loader.load_model", lambda config, progress=None: tiny_model())
+    config = AgentConfig(model="meta-llama/Meta-Llama-3-70B-Instruct", max_parallel_branches=4)
+    with MagnitudeEngine(config, kv_memory_mb=1) as made:
+        yield made
+
+
+def test_questions_are_answered_and_sessions_reuse_their_cache(engine: MagnitudeEngine) -> None:
+    engine.warmup()
+    engine.warmup()
+    first = engine.generate(session_id="run", prompt="Goal: a long enough prompt to fill pages", raw=True, **GREEDY)
+    again = engine.generate(session_id="run", prompt="Goal: a long enough prompt to fill pages", raw=True, **GREEDY)
+    assert first["text"] == again["text"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert (first["session_id"], first["route"], first["tool_calls"]) == ("run", "local", [])
+    assert first["finish_reason"] in ("stop", "length")
+
+
+def test_a_stream_carries_the_same_answer(engine: MagnitudeEngine) -> None:
+    whole = engine.chat([{"role": "user", "content": "hi"}], tools=[TOOL], **GREEDY)
+    items = list(engine.chat([{"role": "user", "content": "hi"}], tools=[TOOL], stream=True, **GREEDY))
+    result = items[-1]["result"]
+    assert result is not None
+    assert "".join(item["text"] for item in items) == result["text"] == whole["text"]
+
+
+def test_logprobs_come_when_asked(engine: MagnitudeEngine) -> None:
+    result = engine.generate(prompt="hi", logprobs=2, **GREEDY)
+    positions = result["logprobs"]["content"]
+    assert len(positions) == result["usage"]["completion_tokens"]
+    assert {len(position["top_logprobs"]) for position in positions} == {2}
+    assert "logprobs" not in engine.generate(prompt="hi", **GREEDY)
+
+
+def test_a_stream_closed_early_frees_the_engine(engine: MagnitudeEngine) -> None:
+    stream = engine.generate(prompt="hi", temperature=0.0, max_tokens=400, stream=True)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.generate(prompt="hi", **GREEDY)["usage"]["completion_tokens"] <= 8
+
+
+async def test_the_async_twins_answer_at_the_same_time(engine: MagnitudeEngine) -> None:
+    alone = await engine.agenerate(prompt="hi", **GREEDY)
+    together = await asyncio.gather(*(engine.agenerate(prompt="hi", **GREEDY) for _ in range(3)))
+    assert {result["text"] for result in together} == {alone["text"]}
+    items = [item async for item in await engine.achat([{"role": "user", "content": "hi"}], stream=True, **GREEDY)]
+    assert items[-1]["result"] is not None
+    assert items[-1]["result"]["text"] == alone["text"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"temperature": float("nan")}, RequestError),
+        ({"temperature": -1.0}, RequestError),
+        ({"tools": [{"type": "function"}]}, RequestError),
+        ({"response_format": {"type": "json_object"}}, FeatureUnsupported),
+        ({"tools": [TOOL], "tool_choice": "required"}, FeatureUnsupported),
+        ({"stop_sequences": [""]}, RequestError),
+    ],
+)
+def test_what_cannot_be_asked_is_named(
+    engine: MagnitudeEngine, wrong: dict[str, Any], kind: type[RequestError]
+) -> None:
+    with pytest.raises(kind):
+        engine.generate(prompt="hi", **wrong)
+    with pytest.raises(RequestError, match="messages"):
+        engine.chat([{"role": "nobody", "content": "hi"}])
+    assert engine.generate(prompt="hi", **GREEDY)["finish_reason"]
+
+
+def test_a_closed_engine_says_so(engine: MagnitudeEngine) -> None:
+    engine.warmup()
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(prompt="hi")
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAGNITUDE_DATA_DIR", str(tmp_path))
+    monkeypatch.delenv("MAGNITUDE_MODEL", raising=False)
+    with pytest.raises(ModelNotFound, match=r"magnitude pull smollm2.*MAGNITUDE_MODEL"):
+        MagnitudeEngine(AgentConfig(model="meta-llama/Meta-Llama-3-70B-Instruct")).warmup()
+
+
+def test_models_are_found_by_path_and_by_pulled_name(tmp_path: Path) -> None:
+    pulled = tmp_path / "models" / "smollm2" / "SmolLM2.gguf"
+    pulled.parent.mkdir(parents=True)
+    pulled.write_bytes(b"GGUF")
+    assert find_model("smollm2", tmp_path) == pulled
+    assert find_model(str(pulled), tmp_path / "other") == pulled
+    with pytest.raises(ModelNotFound):
+        find_model("../models/smollm2", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_parallel_branches": 0}, {"max_parallel_branches": True}, {"optimization_level": "max"}, {"model": ""}],
+)
+def test_wrong_settings_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AgentConfig(**wrong)
+    assert caught.value.param == next(iter(wrong))
+    with pytest.raises(TypeError, match="branches"):
+        AgentConfig(branches=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_published_example_runs_on_the_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAGNITUDE_MODEL", str(smollm2_path()))
+    config = AgentConfig(
+        model="meta-llama/Meta-Llama-3-70B-Instruct",
+        enable_hierarchical_cache=True,
+        max_parallel_branches=8,
+        optimization_level="aggressive",
+    )
+    with MagnitudeEngine(config) as engine:
+        engine.warmup()
+        result = engine.generate(
+            session_id="s", prompt="What is the capital of France?", temperature=0.0, max_tokens=32
+        )
+    assert "Paris" in result["text"]
