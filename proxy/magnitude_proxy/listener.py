@@ -82,6 +82,7 @@ class Runner(web.AppRunner):
         return int(self.addresses[0][1])
 
     async def _make_server(self) -> web.Server:
+        # aiohttp has no setting for the class of its connections, so the server it makes is made again.
         made = await super()._make_server()
         return _Server(
             made.request_handler,

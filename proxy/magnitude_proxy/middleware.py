@@ -49,7 +49,7 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
             response = await _answered(surface, request, handler)
         exchange.status = response.status
         return response
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, ConnectionError):
         surface.telemetry.count(CLIENT_GONE)
         raise
     finally:

@@ -159,6 +159,7 @@ async def test_loading_is_told_once_the_model_is_ready(
     assert ("\r" in told) is stream.isatty()
 
 
+@pytest.mark.slow
 def test_python_with_asserts_off_is_refused(tmp_path: Path) -> None:
     code = (
         "from magnitude_proxy import app, config\n"
