@@ -40,7 +40,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         status: `ok`; `degraded` when something configured is away; with HTTP 503 `starting` while the model loads,
             `unavailable` when nothing can answer, `stopping`.
-        card: all facts of the worker's model.
+        card: all facts of the worker's model but where it lies.
         upstreams: name → `ok` or `held back`.
         warnings: what a person should look at.
         error: why nothing can answer, when nothing can.
@@ -130,7 +130,7 @@ def summary(surface: Surface) -> Health:
         cache="none" if surface.worker is None else "off" if level == "off" else "on",
         store=_store_word(surface),
         version=product_version(),
-        card=card,
+        card=None if card is None else msgspec.structs.replace(card, path=""),
         worker=worker,
         upstreams=_upstream_words(surface.dispatcher),
         warnings=tuple(_warnings(surface, worker)),
