@@ -209,8 +209,8 @@ class Decoder:
 
     def _finish(self, hidden: torch.Tensor) -> StepOutput:
         """Returns float32 logits of the given rows, and their normalised activations."""
-        hidden = self.pointwise.norm(hidden, self.final_norm)
         if not hidden.shape[0]:
             return StepOutput(hidden.new_empty((0, self.config.vocab)), hidden)
+        hidden = self.pointwise.norm(hidden, self.final_norm)
         lane = self.lanes.head(hidden.shape[0])
         return StepOutput(lane.linear(hidden.to(lane.dtype)).float(), hidden)

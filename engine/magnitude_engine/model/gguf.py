@@ -102,12 +102,13 @@ class _Cursor:
         return int(self.scalar("<Q"))
 
     def string(self) -> str:
-        size = self.count()
-        self.need(size)
-        raw = self._data[self.at : self.at + size]
-        self.at += size
+        # A vocabulary is a hundred thousand of these, so this one reads its length itself.
+        start = self.at + 8
+        end = start + int.from_bytes(self._data[self.at : start], "little")
+        self.need(end - self.at)
+        self.at = end
         try:
-            return raw.decode("utf-8")
+            return self._data[start:end].decode("utf-8")
         except UnicodeDecodeError:
             raise ModelUnsupported(f"{self._path}: a metadata string is not UTF-8; the file is damaged") from None
 
@@ -117,10 +118,18 @@ class _Cursor:
         if kind == _ARRAY and depth < 2:
             inner, size = int(self.scalar("<I")), self.count()
             self.need(size)  # Each element takes a byte at least: refuses absurd counts before looping.
+            if inner in _SCALARS:
+                return self._scalars(_SCALARS[inner], size)
             return [self.value(inner, depth + 1) for _ in range(size)]
         if kind not in _SCALARS:
             raise ModelUnsupported(f"{self._path}: unknown metadata type {kind} at byte {self.at}")
         return self.scalar(_SCALARS[kind])
+
+    def _scalars(self, code: str, size: int) -> list[Value]:
+        self.need(size * struct.calcsize(code))
+        values = struct.unpack_from(f"<{size}{code[1]}", self._data, self.at)
+        self.at += size * struct.calcsize(code)
+        return list(values)
 
     def need(self, size: int) -> None:
         if self.at + size > len(self._data):

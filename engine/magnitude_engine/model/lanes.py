@@ -8,6 +8,7 @@ so both are measured at load.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.linear import Dense, Linear, Tiled, pack4, packable, quantise_rows, stack_dense
 from magnitude_engine.model.weights import LayerWeights, LlamaConfig, Matrix
 
-_PROBED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_PROBED_ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 64)
+_PROBED_LAYERS = 8  # Enough that their weights do not all stay in the processor's cache.
 _PROBE_ROUNDS = 3
 _MANY_ROWS = 128
 
@@ -91,41 +93,26 @@ def _packed(matrices: Sequence[Matrix]) -> Linear:
     return Dense(stack_dense(matrices, torch.bfloat16, torch.device("cpu")))
 
 
-def crossover(timings: Sequence[tuple[int, float, float]]) -> int:
-    """Returns from how many rows the second form serves: the first count from which it is never slower.
-
-    `timings` are (rows, seconds of the first, seconds of the second), rows ascending. Where the second never wins,
-    the answer lies beyond the largest count.
-    """
-    start = timings[-1][0] + 1
-    for rows, first, second in reversed(timings):
-        if second > first:
-            break
-        start = rows
-    return start
-
-
 def measure_layers(few: Lane, many: Lane, config: LlamaConfig) -> int:
-    """Returns the row count from which `many` is faster on this machine (see `crossover`)."""
+    """Returns the row count from which `many` is faster on this machine."""
 
     def run(lane: Lane) -> Callable[[int], None]:
-        # Enough layers that their weights do not all stay in the processor's cache.
         def products(rows: int) -> None:
-            for layer in lane.layers[:8]:
+            for layer in lane.layers[:_PROBED_LAYERS]:
                 _products(layer, lane.dtype, rows, config)
 
         return products
 
-    return crossover([_compare(run(few), run(many), rows) for rows in _PROBED_ROWS])
+    return _takeover(run(few), run(many))
 
 
 def measure_heads(few: HeadLane, many: HeadLane, config: LlamaConfig) -> int:
-    """Returns the row count from which `many` is faster on this machine (see `crossover`)."""
+    """Returns the row count from which `many` is faster on this machine."""
 
     def run(lane: HeadLane) -> Callable[[int], object]:
         return lambda rows: lane.linear(torch.ones(rows, config.hidden, dtype=lane.dtype))
 
-    return crossover([_compare(run(few), run(many), rows) for rows in _PROBED_ROWS])
+    return _takeover(run(few), run(many))
 
 
 def faster_dense(layer: LayerWeights, config: LlamaConfig) -> torch.dtype:
@@ -135,7 +122,7 @@ def faster_dense(layer: LayerWeights, config: LlamaConfig) -> torch.dtype:
         linears = dense_linears(layer, dtype, torch.device("cpu"))
         return lambda rows: _products(linears, dtype, rows, config)
 
-    _, full, half = _compare(run(torch.float32), run(torch.bfloat16), _MANY_ROWS)
+    full, half = _compare(run(torch.float32), run(torch.bfloat16), _MANY_ROWS)
     return torch.bfloat16 if half < full else torch.float32
 
 
@@ -147,12 +134,22 @@ def _products(layer: LayerLinears, dtype: torch.dtype, rows: int, config: LlamaC
     layer.down(torch.ones(rows, config.ffn, dtype=dtype))
 
 
-def _compare(first: Callable[[int], object], second: Callable[[int], object], rows: int) -> tuple[int, float, float]:
-    """Returns `rows` and the best time of each, taken in turns so that a disturbance hits both."""
+def _takeover(few: Callable[[int], object], many: Callable[[int], object]) -> int:
+    """Bisects for the first probed row count where `many` is faster; the largest one always goes to it."""
+
+    def wins(rows: int) -> bool:
+        first, second = _compare(few, many, rows)
+        return second < first
+
+    return _PROBED_ROWS[bisect_left(_PROBED_ROWS[:-1], True, key=wins)]
+
+
+def _compare(first: Callable[[int], object], second: Callable[[int], object], rows: int) -> tuple[float, float]:
+    """Returns the best time of each in seconds, taken in turns so that a disturbance hits both."""
     best = [float("inf"), float("inf")]
     for _ in range(_PROBE_ROUNDS):
         for index, function in enumerate((first, second)):
             began = time.perf_counter()
             function(rows)
             best[index] = min(best[index], time.perf_counter() - began)
-    return rows, best[0], best[1]
+    return best[0], best[1]

@@ -111,7 +111,8 @@ def dense_rows(matrix: Matrix) -> int:
 
 def stack_dense(matrices: Sequence[Matrix], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns the matrices one above the other in one dense tensor."""
-    return torch.cat([dense(m).to(dtype) for m in matrices]).to(device)
+    parts = [dense(m).to(dtype) for m in matrices]
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).to(device)
 
 
 def pack4(matrices: Sequence[Matrix]) -> Packed4:

@@ -136,13 +136,14 @@ def _packed_lanes(checkpoint: Checkpoint, layer: Callable[[int], LayerWeights], 
         packed.append(packed_linears(weights))
         if copied:
             copies.append(dense_linears(weights, dtype, CPU))
-    head = quantise_rows(_head(checkpoint))
+    weight = _head(checkpoint)
+    head = quantise_rows(weight)
     few = single(packed, head, torch.bfloat16, "packed")
     if not copied:
         return few
     name = str(dtype).removeprefix("torch.")
     many = Lane(name, dtype, tuple(copies))
-    head_many = HeadLane(name, dtype, Dense(_head(checkpoint).to(dtype)))
+    head_many = HeadLane(name, dtype, Dense(weight.to(dtype)))
     with torch.inference_mode():
         many_from = measure_layers(few.few, many, c)
         head_many_from = measure_heads(few.head_few, head_many, c)

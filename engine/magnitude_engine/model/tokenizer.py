@@ -51,7 +51,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, special: SpecialTokens, byte_level: bool) -> None:
         backend.encode_special_tokens = True
         self.backend = backend
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = special.eos_ids
         self.bos_id = special.bos_id
         self.special_ids = special.special_ids
@@ -65,7 +65,12 @@ class Tokenizer:
         alternatives = sorted(map(re.escape, self.special_texts), key=len, reverse=True)
         self.special_pattern = re.compile("|".join(alternatives) if alternatives else r"(?!)")
         added = {token: str(entry.content) for token, entry in backend.get_added_tokens_decoder().items()}
-        self._bytes = tuple(self._exact_bytes(token, added, byte_level) for token in range(self.vocab_size))
+        texts = {token: text for text, token in backend.get_vocab(with_added_tokens=True).items()} | added
+        exact = _byte_level if byte_level else _byte_fallback
+        self._bytes = tuple(
+            b"" if t in self.special_ids else texts[t].encode() if t in added else exact(texts.get(t, ""))
+            for t in range(self.vocab_size)
+        )
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of ordinary text; raises UnicodeEncodeError for lone surrogates."""
@@ -92,18 +97,6 @@ class Tokenizer:
         if token in self.special_ids:
             return str(self.backend.id_to_token(token))
         return self.token_bytes(token).decode("utf-8", errors="replace")
-
-    def _exact_bytes(self, token: int, added: dict[int, str], byte_level: bool) -> bytes:
-        if token in self.special_ids:
-            return b""
-        if token in added:
-            return added[token].encode()
-        text: str = self.backend.id_to_token(token) or ""
-        if byte_level:
-            return bytes(_BYTE_OF[c] for c in text) if all(c in _BYTE_OF for c in text) else text.encode()
-        if match := _BYTE_TOKEN.fullmatch(text):
-            return bytes([int(match[1], 16)])
-        return text.replace("▁", " ").encode()
 
 
 def from_gguf(file: GgufFile) -> Tokenizer:
@@ -193,11 +186,25 @@ def _set_pre_tokenizer(backend: tokenizers.Tokenizer, pre: str, path: Path) -> N
     backend.pre_tokenizer = cut
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte, inverted."""
+def _byte_level(text: str) -> bytes:
+    """Returns the bytes that a byte-level token stands for."""
+    try:
+        return text.translate(_BYTE_OF).encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode()
+
+
+def _byte_fallback(text: str) -> bytes:
+    """Returns the bytes of a token that is text, with a block character for each space, or one byte's name."""
+    match = _BYTE_TOKEN.fullmatch(text)
+    return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """GPT-2's printable stand-in for each byte, inverted: code point → byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    return {b: b for b in printable} | {256 + i: b for i, b in enumerate(others)}
 
 
 _BYTE_OF = _byte_alphabet()

@@ -1,0 +1,119 @@
+"""The decoder on a tiny random model: exact in `reference`, close to it elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from testkit.steps import Walk, in_chunks, run, step
+from testkit.tiny import TINY_VOCAB, tiny_model
+
+from magnitude_engine.model.batch import SequenceRows, StepBatch
+
+LENGTH = 150
+
+
+def ids_of(seed: int, length: int = LENGTH) -> list[int]:
+    return torch.randint(0, TINY_VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    """One-shot logits of the sequence `ids_of(1)` in `reference`."""
+    runner = tiny_model().runner
+    return in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), [LENGTH])
+
+
+@pytest.mark.parametrize("sizes", [[1], [7], [13, 1, 64], [16], [127, 1, 1]], ids=str)
+def test_chunks_do_not_change_a_bit(sizes: list[int], expected: torch.Tensor) -> None:
+    runner = tiny_model().runner
+    found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), sizes)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("strangers", [1, 2, 3, 7])
+def test_neighbours_do_not_change_a_bit(strangers: int, expected: torch.Tensor) -> None:
+    runner = tiny_model().runner
+    cache = runner.allocate_cache(16 * (strangers + 1))
+    others = [Walk(ids_of(50 + i, 40 + 17 * i), run(16 * (i + 1), LENGTH)) for i in range(strangers)]
+    own = Walk(ids_of(1), run(0, LENGTH))
+    rows = []
+    while own.left:
+        parts = [(w, min(1 + (i + own.done) % 9, w.left)) for i, w in enumerate(others) if w.left]
+        middle = len(parts) // 2
+        parts.insert(middle, (own, min(5, own.left)))
+        rows.append(step(runner, cache, parts)[middle])
+    assert torch.equal(torch.cat(rows), expected)
+
+
+def test_scattered_pages_do_not_change_a_bit(expected: torch.Tensor) -> None:
+    runner = tiny_model().runner
+    pages = [9, 3, 14, 0, 7, 11, 1, 5, 13, 2]
+    found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), pages), [33])
+    assert torch.equal(found, expected)
+
+
+def test_garbage_past_the_context_is_never_read(expected: torch.Tensor) -> None:
+    runner = tiny_model().runner
+    cache = runner.allocate_cache(16)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(float("nan"))
+    found = in_chunks(runner, cache, Walk(ids_of(1), run(0, LENGTH)), [50, 3])
+    assert torch.equal(found, expected)
+
+
+def test_a_shared_prefix_gives_the_same_bits(expected: torch.Tensor) -> None:
+    runner = tiny_model().runner
+    cache = runner.allocate_cache(32)
+    step(runner, cache, [(Walk(ids_of(1), run(0, LENGTH)), 64)])
+    fork = Walk(ids_of(1), [*range(4), *range(20, 26)])
+    fork.done = 64
+    found = in_chunks(runner, cache, fork, [11])
+    assert torch.equal(found, expected[64:])
+
+
+def test_only_wanted_rows_go_through_the_head() -> None:
+    runner = tiny_model().runner
+    rows = torch.arange(20)
+    everything = in_chunks(runner, runner.allocate_cache(2), Walk(ids_of(2, 20), (0, 1)), [20])
+    for wanted in ([3, 19], []):
+        batch = StepBatch(torch.tensor(ids_of(2, 20)), rows, rows, _one(20), torch.tensor(wanted, dtype=torch.int64))
+        output = runner.forward(batch, runner.allocate_cache(2))
+        assert torch.equal(output.logits, everything[wanted])
+        assert output.hidden.shape == (len(wanted), runner.shape.hidden)
+
+
+@pytest.mark.parametrize(
+    ("profile", "dtype", "tolerance"),
+    [("native", torch.float32, 1e-5), ("native", torch.bfloat16, 0.05), ("packed", torch.float32, 0.05)],
+)
+def test_fast_profiles_stay_close(profile: str, dtype: torch.dtype, tolerance: float, expected: torch.Tensor) -> None:
+    runner = tiny_model(profile=profile, weight_dtype=dtype).runner  # type: ignore[arg-type]
+    for pages in (run(0, LENGTH), [9, 3, 14, 0, 7, 11, 1, 5, 13, 2]):
+        found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), pages), [100, 1, 9])
+        assert relative_error(found, expected) < tolerance
+
+
+def test_fast_batches_stay_close(expected: torch.Tensor) -> None:
+    runner = tiny_model(profile="native").runner
+    cache = runner.allocate_cache(32)
+    own, other = Walk(ids_of(1), run(0, LENGTH)), Walk(ids_of(3), run(16, LENGTH))
+    first = step(runner, cache, [(other, 30), (own, 149)])[1]
+    last = step(runner, cache, [(own, 1), (other, 1)])[0]
+    assert relative_error(torch.cat([first, last]), expected) < 1e-5
+
+
+def test_runner_states_its_shape() -> None:
+    runner = tiny_model(context=512).runner
+    cache = runner.allocate_cache(3)
+    assert runner.shape.context == 512
+    assert cache.keys[0].shape == (3, 16, runner.shape.kv_heads, runner.shape.head_dim)
+    assert cache.keys[0].dtype == runner.cache_dtype == torch.float32
+    assert tiny_model(profile="packed").runner.cache_dtype == torch.bfloat16
+
+
+def _one(count: int) -> tuple[SequenceRows, ...]:
+    return (SequenceRows(0, count, count, tuple(run(0, count))),)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
