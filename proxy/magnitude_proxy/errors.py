@@ -194,6 +194,6 @@ def from_failed(failed: api.Failed) -> ProxyError:
     if failed.code.startswith("upstream_http_"):
         status = int(failed.code.removeprefix("upstream_http_"))
         return UpstreamError(failed.message, status=status, code=failed.upstream_code, param=failed.param)
-    wait = failed.retry_after_s
-    headers = {} if wait is None else {"Retry-After": str(max(1, round(wait)))}
+    again = failed.retry_after_s
+    headers = {} if again is None else {"Retry-After": str(max(1, round(again)))}
     return Unavailable(failed.message, code=failed.code, headers=headers)
