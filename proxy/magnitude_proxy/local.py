@@ -143,7 +143,8 @@ class LocalRoute:
             except TimeoutError:
                 self.problem = f"the worker accepted the connection but did not answer within {WELCOME_S:g} s"
             except OSError as error:
-                self.problem = f"no worker listens on {self._socket} ({error.strerror})"
+                lost = "the connection broke" if self._pid is not None else f"no worker listens on {self._socket}"
+                self.problem = f"{lost} ({error.strerror})"
             except (ValueError, msgspec.MsgspecError) as error:
                 self.problem = f"the worker broke the protocol: {error}"
             if self._pid is not None:

@@ -68,7 +68,16 @@ class Sessions:
         nonce: Callable[[], str] = lambda: secrets.token_hex(8),
         knock_s: float = KNOCK_S,
     ) -> None:
-        """`clock` gives Unix seconds, `nonce` a value never given before; `knock_s` is between attempts to connect."""
+        """Nothing is started yet.
+
+        Args:
+            clock: gives Unix seconds.
+            nonce: gives a value that it never gave before.
+            knock_s: most seconds between two attempts to reach a store that is down.
+
+        Raises:
+            ConfigError: the store's URL, or the place of the embedded one, cannot be used.
+        """
         self._config = config
         self._telemetry = telemetry
         self._clock = clock

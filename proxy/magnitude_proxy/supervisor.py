@@ -235,6 +235,7 @@ class Supervisor:
 
 
 def _epitaph(status: int, last_error: str) -> str:
-    """Returns how a worker ended by itself, with its own last words."""
-    how = f"status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
-    return f"the worker ended with {how}" + (f": {last_error}" if last_error else "")
+    """Returns how a worker ended: by a signal, or by itself with its own last words."""
+    if status < 0:
+        return f"the worker ended with signal {-status} ({signal.strsignal(-status)})"
+    return f"the worker ended with status {status}" + (f": {last_error}" if last_error else "")

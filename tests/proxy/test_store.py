@@ -18,7 +18,7 @@ import pytest
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy.process import SOCKET_PATH_BYTES, private_folder, socket_path
 from magnitude_proxy.store import embedded as embedded_module
-from magnitude_proxy.store.connection import StoreConnection, StoreDown
+from magnitude_proxy.store.connection import STEADY_S, StoreConnection, StoreDown, next_pause
 from magnitude_proxy.store.embedded import EmbeddedStore, StoreUnavailable, find_binary
 from magnitude_proxy.store.memory import MemoryStore
 from magnitude_proxy.store.record import StepOutcome, state_after
@@ -173,6 +173,27 @@ async def test_whatever_the_server_says_the_caller_gets_store_down(script: bytes
                 with pytest.raises(StoreDown):
                     await connection.call("PING")
                 await asyncio.sleep(0.03)
+
+
+async def test_a_slow_store_is_left_alone(tmp_path: Path) -> None:
+    async with store.server("valkey", tmp_path) as server:
+        proxy = store.DelayProxy(server.url, random.Random(4), 0.0)
+        async with proxy.running(), connected(proxy.url, timeout_s=0.1) as connection:
+            assert await _answers(connection)
+            proxy.delay_s = 1.0
+            outcomes = [await _answers(connection) for _ in range(200)]
+            assert outcomes.count(True) < 20
+            assert not connection.up
+            proxy.delay_s = 0.0
+            await eventually(lambda: _answers(connection))
+
+
+def test_pauses_between_knocks() -> None:
+    pauses = [0.0]
+    for _ in range(6):
+        pauses.append(next_pause(pauses[-1], 0.3, 1.0))
+    assert pauses[1:] == [0.125, 0.25, 0.5, 1.0, 1.0, 1.0]
+    assert next_pause(1.0, STEADY_S, 1.0) == 0.125
 
 
 async def test_calls_under_way_end_when_the_owner_closes(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ async def test_a_killed_worker_is_followed_by_another_and_stop_leaves_none(tmp_p
         lost = await b.answer("2 die")
         assert isinstance(lost, api.Failed)
         assert lost.code == "worker_lost"
+        await until(lambda: b.supervisor.failure)
+        assert b.supervisor.failure == "the worker ended with status 3: listening"
         await until(lambda: b.supervisor.pid not in (None, first) and b.route.available())
         second = b.supervisor.pid
         assert second is not None

@@ -101,20 +101,25 @@ class DelayProxy:
         self.delay_s = delay_s
         self._target = target.removeprefix("unix://")
         self._random = random
+        self._serving: set[asyncio.Task[object]] = set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_unix_connection(self._target)
-        forward = asyncio.create_task(self._pass(reader, far_writer, delayed=False))
-        await self._pass(far_reader, writer, delayed=True)
-        forward.cancel()
+        ways = (self._pass(reader, far_writer, delayed=False), self._pass(far_reader, writer, delayed=True))
+        self._serving |= (tasks := {asyncio.create_task(way) for way in ways})
+        await asyncio.wait(tasks)
+        self._serving -= tasks
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, delayed: bool) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while data := await reader.read(self._random.choice((1, 7, 4096))):
                 if delayed:
                     await asyncio.sleep(self._random.random() * self.delay_s)
                 writer.write(data)
-        writer.close()
+        except OSError:
+            pass
+        finally:
+            writer.close()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[DelayProxy]:
@@ -125,3 +130,7 @@ class DelayProxy:
             yield self
         finally:
             listener.close()
+            for task in self._serving:
+                task.cancel()
+            # Connections lose their sockets one turn of the loop after they are closed.
+            await asyncio.sleep(0.01)

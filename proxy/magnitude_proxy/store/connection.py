@@ -4,7 +4,7 @@ Requests put commands into a queue; one task writes whatever waits in it and rea
 
     request ─┐                          ┌─► batch written ─► replies read, one per command, in order
     request ─┼─► queue ─► pump (a task) ┤
-    request ─┘                          └─► on any failure: drop the connection, answer all "down", knock each second
+    request ─┘                          └─► on any failure: drop the connection, answer all "down", knock again
 
 Only the pump touches the socket, so that a cancelled request leaves its reply to the pump, which drops it: no reply
 can reach another request (the class of CVE-2023-28858). While the store is down `call` fails at once; a knock loads
@@ -14,6 +14,7 @@ the function library again, which a restarted or replaced server may not have.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -33,7 +34,9 @@ KNOCK_S = 1.0
 EXCHANGE_S = 1.0
 MAX_WAITING = 10_000
 MAX_BATCH = 256
-GRACE_TURNS = 4
+STEADY_S = 10.0
+LATE_S = 0.002
+MIN_EXTRA_S = 0.01
 
 Command = tuple[str | int | float, ...]
 
@@ -60,9 +63,9 @@ class StoreConnection:
 
         Args:
             url: redis://, rediss:// or unix:// URL.
-            timeout_s: no `call` takes longer.
+            timeout_s: no `call` takes longer, save while this event loop itself stands still.
             library: source of a function library to load on connecting and when the store lost it.
-            knock_s: seconds between two attempts to reach a store that is down.
+            knock_s: most seconds between two attempts to reach a store that is down.
 
         Raises:
             ConfigError: `url` has another scheme or a part that cannot be used.
@@ -130,21 +133,26 @@ class StoreConnection:
 
     async def _answer(self, reply: asyncio.Future[object], deadline: float) -> object:
         """Returns what the pump put into `reply`; a deadline that passes takes the store down."""
-        timer = asyncio.get_running_loop().call_at(deadline, self._overdue, reply, GRACE_TURNS)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(deadline, self._overdue, reply, deadline)
         try:
             return await reply
         finally:
             timer.cancel()
 
-    def _overdue(self, reply: asyncio.Future[object], turns: int) -> None:
-        """Takes the store down unless the reply arrives within `turns` turns of the event loop.
+    def _overdue(self, reply: asyncio.Future[object], due: float, *, patient: bool = True) -> None:
+        """Takes the store down for a reply that is not there at `due`.
 
-        The timer may be due only because the loop stood still: data that has arrived meanwhile goes first.
+        When this runs late the loop itself stood still, and the store gets that time back, once: its reply may lie
+        in the socket already, or the command was never sent.
         """
         if reply.done():
             return
-        if turns > 0:
-            asyncio.get_running_loop().call_soon(self._overdue, reply, turns - 1)
+        loop = asyncio.get_running_loop()
+        late = loop.time() - due
+        if patient and late > LATE_S:
+            extra = min(max(late, MIN_EXTRA_S), self._timeout_s)
+            loop.call_later(extra, functools.partial(self._overdue, reply, due, patient=False))
             return
         problem = f"{self._address} did not answer within {self._timeout_s:g} s"
         self._down(problem)
@@ -165,7 +173,10 @@ class StoreConnection:
 
     async def _keep_connected(self) -> None:
         """Connects, pumps until the connection is lost, knocks again; ends only by cancellation."""
+        loop = asyncio.get_running_loop()
+        pause = 0.0
         while True:
+            began = loop.time()
             connection = _connection(self._url)
             try:
                 await self._prepare(connection)
@@ -183,15 +194,20 @@ class StoreConnection:
             finally:
                 self._tried.set()
                 await connection.disconnect(nowait=True)
-            await asyncio.sleep(self._knock_s)
+            pause = next_pause(pause, loop.time() - began, self._knock_s)
+            await asyncio.sleep(pause)
 
     async def _prepare(self, connection: AbstractConnection) -> None:
-        """Connects, authenticates and loads the function library; raises RedisError or OSError."""
+        """Connects, authenticates, loads the function library; raises RedisError or OSError, also for a slow store."""
         async with asyncio.timeout(CONNECT_S):
             await connection.connect()  # type: ignore[no-untyped-call]
             if self._library is not None:
                 await connection.send_command("FUNCTION", "LOAD", "REPLACE", self._library)
                 await connection.read_response()
+        # A store that cannot answer this in time would hold up a request at every knock.
+        async with asyncio.timeout(self._timeout_s):
+            await connection.send_command("PING")
+            await connection.read_response()
 
     async def _exchange(self, connection: AbstractConnection) -> None:
         """Sends what waits and settles each reply; raises what redis-py or hiredis do when the connection broke."""
@@ -206,6 +222,18 @@ class StoreConnection:
         finally:
             for pending in batch[answered:]:
                 _settle(pending, StoreDown(f"the connection to {self._address} broke"))
+
+
+def next_pause(last_s: float, lasted_s: float, most_s: float) -> float:
+    """Returns how long to leave a lost store alone: briefly for a hiccup, `most_s` when it keeps failing.
+
+    Args:
+        last_s: the pause before this connection, 0 for the first.
+        lasted_s: how long the connection lasted.
+    """
+    if last_s == 0 or lasted_s >= STEADY_S:
+        return most_s / 8
+    return min(last_s * 2, most_s)
 
 
 async def _read(connection: AbstractConnection) -> object:
