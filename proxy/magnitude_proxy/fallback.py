@@ -98,7 +98,7 @@ class Dispatcher:
         """
         with self._budget.ticket() as ticket:
             call = _Call(step, ticket, Transcript(step.request))
-            action: Take | Fail = policy.first_action(step, self.snapshot())
+            action = await self._first(call)
             while isinstance(action, Take):
                 failure: api.Failed | None = None
                 async with aclosing(self._attempt(call, action)) as events:
@@ -214,6 +214,13 @@ class Dispatcher:
         state = self._state(call, [*call.tried, Tried(LOCAL, "deadline_exceeded")])
         target = policy.next_route(call.step, self.snapshot(), state)
         return target is not None and (state.budget or not target.retry)
+
+    async def _first(self, call: _Call) -> Take | Fail:
+        """Returns how the request begins; where only the worker could answer and it is starting, after a wait."""
+        action = policy.first_action(call.step, self.snapshot())
+        if not isinstance(action, Wait):
+            return action
+        return await self._restarted(call, policy.nothing_left(call.step, self.snapshot()))
 
     async def _after(self, call: _Call, failure: api.Failed) -> Take | Fail:
         """Returns how the request goes on after `failure` of its present route."""

@@ -105,14 +105,15 @@ def plan_routes(step: Step, snapshot: Snapshot) -> tuple[str, ...]:
     return usable or tuple(view.name for view in fitting if view.name == LOCAL and view.available)
 
 
-def first_action(step: Step, snapshot: Snapshot) -> Take | Fail:
-    """Returns the route to begin with, or the failure when there is none."""
+def first_action(step: Step, snapshot: Snapshot) -> Action:
+    """Returns the route to begin with; without one, Wait while the worker may come back, else the failure."""
     plan = plan_routes(step, snapshot)
     if plan:
         return Take(plan[0])
     if step.local_refusal and not upstreams(snapshot):
         return Fail(step.local_refusal)
-    return Fail(_nothing_left(step, snapshot))
+    worker_starts = step.local_refusal is None and any(view.name == LOCAL for view in snapshot)
+    return Wait() if worker_starts else Fail(nothing_left(step, snapshot))
 
 
 def next_action(step: Step, snapshot: Snapshot, state: CallState, failure: api.Failed) -> Action:
@@ -148,7 +149,9 @@ def next_route(step: Step, snapshot: Snapshot, state: CallState) -> Take | None:
     plan = plan_routes(step, snapshot)
     for name in plan:
         if name not in before:
-            return Take(name, retry=asked_upstream or name == LOCAL)
+            return Take(name, retry=asked_upstream or (name == LOCAL and bool(before)))
+    if not state.tried:
+        return None
     last = state.tried[-1]
     if last.code == "upstream_disconnected" and last.route in plan and before.count(last.route) < 2:
         return Take(last.route, retry=True)
@@ -219,7 +222,7 @@ def upstreams(snapshot: Snapshot) -> bool:
     return any(view.name != LOCAL for view in snapshot)
 
 
-def _nothing_left(step: Step, snapshot: Snapshot) -> api.Failed:
+def nothing_left(step: Step, snapshot: Snapshot) -> api.Failed:
     """Returns the failure of a step that no route can take now."""
     request, epoch = step.request.request, step.request.epoch
     held = [view.held_s for view in snapshot if view.held_s > 0]

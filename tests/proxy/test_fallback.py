@@ -214,6 +214,21 @@ def test_a_route_that_returns_during_the_wait_takes_over() -> None:
     assert got.seconds == pytest.approx(5.0)
 
 
+def test_a_request_that_comes_while_the_worker_starts_waits_for_it() -> None:
+    worker = local(answer("x"), ready=False)
+
+    async def main(ready_after_s: float) -> Outcome:
+        async with bench(worker) as made:
+            asyncio.get_running_loop().call_later(ready_after_s, setattr, worker, "ready", True)
+            return await made.run()
+
+    got = virtual(main(4.5))
+    assert (got.text, got.labels) == ("x", [("local", None)])
+    assert got.seconds == pytest.approx(4.5, abs=0.1)
+    worker.ready = False
+    assert virtual(main(60)).failure.code == "unavailable"
+
+
 def test_silence_after_content_is_one_failure() -> None:
     got = outcome(local([started(), delta("a", 1), FOREVER]), upstream(answer("x")))
     assert got.failure.code == "deadline_exceeded"

@@ -19,6 +19,7 @@ from magnitude_proxy.policy import (
     first_action,
     first_taken,
     next_action,
+    nothing_left,
     plan_routes,
 )
 from magnitude_proxy.route import Taken
@@ -72,10 +73,14 @@ def test_no_route_says_what_is_missing_or_when_to_come_back() -> None:
     held = first_action(STEP, (view("a", held_s=12), view("b", held_s=7)))
     assert isinstance(held, Fail)
     assert (held.failed.code, held.failed.retry_after_s) == ("overloaded", 7)
-    down = first_action(STEP, (view("local", available=False), view("a", admitted=False)))
-    assert isinstance(down, Fail)
-    assert down.failed.code == "unavailable"
-    assert "local: not ready, a: breaker open" in down.failed.message
+    down = nothing_left(STEP, (view("local", available=False), view("a", admitted=False)))
+    assert down.code == "unavailable"
+    assert "local: not ready, a: breaker open" in down.message
+
+
+def test_a_request_waits_for_a_worker_that_starts_but_not_for_an_upstream_that_is_down() -> None:
+    assert first_action(STEP, (view("local", available=False),)) == Wait()
+    assert isinstance(first_action(STEP, (view("a", admitted=False),)), Fail)
 
 
 @pytest.mark.parametrize(
