@@ -12,7 +12,7 @@ import argparse
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -102,8 +102,13 @@ _UPSTREAM = Setting("upstreams", "OpenAI-compatible server, URL or NAME=URL, in 
 _UPSTREAM_KEY = Setting(
     "upstreams.key_file", "file with the bearer token of an upstream: FILE or NAME=FILE", "upstream-key-file"
 )
-SPECIAL = (_CONFIG, _KEYS, _UPSTREAM, _UPSTREAM_KEY)
-_REPEATED = ("worker.aliases", "upstreams", "upstreams.key_file")
+_UPSTREAM_MODEL = Setting(
+    "upstreams.models",
+    "model that an upstream is asked for whatever the client's name: MODEL or NAME=MODEL",
+    "upstream-model",
+)
+SPECIAL = (_CONFIG, _KEYS, _UPSTREAM, _UPSTREAM_KEY, _UPSTREAM_MODEL)
+_REPEATED = ("worker.aliases", "upstreams", "upstreams.key_file", "upstreams.models")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -292,18 +297,26 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _add_upstreams(tree: dict[str, Any], given: Given) -> None:
-    """Upstreams from flags or environment replace those of the file; key files go to theirs by name."""
+    """Upstreams from flags or environment replace those of the file; key files and models go to theirs by name."""
     named = given.many(_UPSTREAM)
     if named:
         tree["upstreams"] = [_upstream(text) for text in named]
     upstreams = tree.get("upstreams", [])
-    for text in given.many(_UPSTREAM_KEY):
-        name, _, file = text.rpartition("=")
+    for upstream, file in _addressed(upstreams, given, _UPSTREAM_KEY):
+        upstream.setdefault("key_file", file)
+    for upstream, model in _addressed(upstreams, given, _UPSTREAM_MODEL):
+        upstream.setdefault("models", {}).setdefault("*", model)
+
+
+def _addressed(upstreams: list[Any], given: Given, setting: Setting) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields each value of `VALUE` or `NAME=VALUE` with the upstreams it is for: the named one, or all."""
+    for text in given.many(setting):
+        name, _, value = text.rpartition("=")
         chosen = [u for u in upstreams if isinstance(u, dict) and name in ("", u.get("name"))]
         if not chosen:
-            raise ConfigError(f"{_UPSTREAM_KEY.flag} {text!r}: no upstream has that name", param="upstreams")
+            raise ConfigError(f"{setting.flag} {text!r}: no upstream has that name", param="upstreams")
         for upstream in chosen:
-            upstream.setdefault("key_file", file)
+            yield upstream, value
 
 
 def _upstream(text: str) -> dict[str, Any]:

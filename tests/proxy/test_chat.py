@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +385,24 @@ async def _curl(proxy: Proxy) -> None:
     process = await asyncio.create_subprocess_shell(f"{command} -s", stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     assert b"data: [DONE]" in output
+
+
+async def test_a_stream_of_events_without_an_outcome_gets_one() -> None:
+    got: list[object] = []
+
+    async def put(item: object) -> None:
+        got.append(item)
+
+    async def cut() -> AsyncGenerator[answer_module.Item, None]:
+        yield delta("a", 1)
+
+    async def broken() -> AsyncGenerator[answer_module.Item, None]:
+        yield delta("a", 1)
+        raise RuntimeError("a bug")
+
+    for events in (cut(), broken()):
+        got.clear()
+        await answer_module.pump(events, put)
+        assert isinstance(got[-1], api.Failed)
+        assert got[-1].code == "internal_error"
+        assert len(got) == 2

@@ -64,6 +64,7 @@ def test_upstreams_keep_their_order_and_names(tmp_path: Path) -> None:
     config = load(
         "--no-worker", "--upstream", "big=https://api.example.com/v1/", "--upstream", "http://127.0.0.1:8001/v1?a=b",
         "--upstream-key-file", "big=/k1", "--upstream-key-file", "/k2",
+        "--upstream-model", "big=org/big",
     )  # fmt: skip
     assert config.worker.mode == "none"
     assert config.worker.engine is None
@@ -71,6 +72,7 @@ def test_upstreams_keep_their_order_and_names(tmp_path: Path) -> None:
         ("big", "https://api.example.com/v1", "/k1"),
         ("127.0.0.1-8001", "http://127.0.0.1:8001/v1?a=b", "/k2"),
     ]
+    assert [u.models for u in config.upstreams] == [{"*": "org/big"}, {}]
     listed = load(MAGNITUDE_UPSTREAM="a=http://x/v1, b=http://y/v1")
     assert [u.name for u in listed.upstreams] == ["a", "b"]
 

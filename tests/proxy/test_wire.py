@@ -394,3 +394,37 @@ def test_models_and_errors_fit_the_schemas() -> None:
     assert ModelsReply(data=(ModelReply(id="m", created=1, owned_by="magnitude"),)).data[0].id == model["id"]
     wire.check("ListModelsResponse", {"object": "list", "data": [model]})
     wire.check_error({"error": _detail(NotFound("no such model", param="model", code="model_not_found"))})
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 2), st.text(max_size=4), st.booleans()).map(
+        lambda drawn: a_delta(
+            choice=drawn[0],
+            text=drawn[1],
+            tool_calls=(api.ToolCallDelta(index=0, id="c", name="get", arguments=drawn[1]),) if drawn[2] else (),
+        )
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS)
+def test_a_stream_says_what_the_body_says(events: list[api.Delta]) -> None:
+    chunks, body = ChatChunks(HEAD), ChatBody()
+    ends = [an_end(choice=index) for index in range(3)]
+    payloads = [p for event in events for p in chunks.delta(event)] + [
+        p for e in ends for p in chunks.finished(e, None)
+    ]
+    for event in [*events, *ends]:
+        body.add(event)
+    texts, arguments = [""] * 3, [""] * 3
+    for payload in payloads:
+        (choice,) = json.loads(payload)["choices"]
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            arguments[choice["index"]] += call["function"]["arguments"]
+    whole = json.loads(body.encode(HEAD, USAGE))
+    assert [c["message"]["content"] or "" for c in whole["choices"]] == texts
+    said = ["".join(t["function"]["arguments"] for t in c["message"].get("tool_calls", ())) for c in whole["choices"]]
+    assert said == arguments
