@@ -416,8 +416,10 @@ def test_a_stream_says_what_the_body_says(events: list[api.Delta]) -> None:
     payloads = [p for event in events for p in chunks.delta(event)] + [
         p for e in ends for p in chunks.finished(e, None)
     ]
-    for event in [*events, *ends]:
+    for event in events:
         body.add(event)
+    for end in ends:
+        body.add(end)
     texts, arguments = [""] * 3, [""] * 3
     for payload in payloads:
         (choice,) = json.loads(payload)["choices"]
