@@ -23,7 +23,8 @@ import torch
 
 from magnitude_kernels.sample import noise
 
-LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+# Temperatures beyond these draw as these do; a smaller one would overflow the quotient.
+LEAST_TEMPERATURE = 1e-30
 LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
 NO_TOKEN = -1
 # Bins of logits, evenly spaced down to a weight of exp(-30); the last takes what lies deeper.

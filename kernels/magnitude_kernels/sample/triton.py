@@ -22,7 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
-from magnitude_kernels.sample.reference import NO_TOKEN, Sampled, SampleParams
+from magnitude_kernels.sample.reference import (
+    LARGEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    NO_TOKEN,
+    Sampled,
+    SampleParams,
+)
 
 MAX_BLOCK = 4096
 NUM_WARPS = 8
@@ -31,8 +37,8 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _LARGEST_FRACTION = tl.constexpr(1 - 2.0**-24)
-_LEAST_TEMPERATURE = tl.constexpr(torch.finfo(torch.float32).tiny)
-_LARGEST_TEMPERATURE = tl.constexpr(torch.finfo(torch.float32).max)
+_LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
+_LARGEST_TEMPERATURE = tl.constexpr(LARGEST_TEMPERATURE)
 _INFINITY = tl.constexpr(float("inf"))
 
 

@@ -27,7 +27,7 @@ def row(
     path: Sequence[int] = (),
     mask: torch.Tensor | None = None,
     logprobs: int | None = None,
-    **sampling: object,
+    **sampling: float | dict[int, float],
 ) -> RowSpec:
     """A row with the given sampling fields."""
     return RowSpec(msgspec.convert(sampling, api.Sampling), choice, position, path, mask, logprobs)
@@ -188,8 +188,8 @@ def test_each_part_of_the_key_changes_the_noise() -> None:
 def test_neighbours_do_not_matter(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(8, vocab, generator=generator) * 3
-    kinds = [{"top_p": 0.9}, {"top_k": 20}, {}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 1.5}]
-    specs = [row(seed=i, position=9, **kinds[i % len(kinds)]) for i in range(8)]
+    kinds = (row(top_p=0.9), row(top_k=20), row(), row(min_p=0.1), row(temperature=0.0), row(temperature=1.5))
+    specs = [replace(kinds[i % 6], choice=i, position=9) for i in range(8)]
     alone = [draw(logits[i : i + 1].clone(), [specs[i]])[0].token for i in range(8)]
     assert [d.token for d in draw(logits, specs)] == alone
     assert [d.token for d in draw(logits.flip(0), specs[::-1])] == alone[::-1]
