@@ -24,6 +24,8 @@ from magnitude_engine.stepper import Stepper
 
 MAX_STEP_FAILURES = 3
 IDLE_CHECK_S = 1.0
+# Two million tokens; more would only slow the accounts of tiny models down.
+MAX_PAGES = 1 << 17
 
 
 class Engine:
@@ -175,7 +177,7 @@ class Engine:
 
 
 def pages_in(megabytes: int, model: LoadedModel) -> int:
-    """Returns how many cache pages fit into `megabytes` MiB, at least one."""
+    """Returns how many cache pages fit into `megabytes` MiB, at least one and at most `MAX_PAGES`."""
     shape, dtype = model.runner.shape, model.runner.cache_dtype
     page_bytes = 2 * shape.layers * PAGE_TOKENS * shape.kv_heads * shape.head_dim * dtype.itemsize
-    return max(1, megabytes * 1024 * 1024 // page_bytes)
+    return min(MAX_PAGES, max(1, megabytes * 1024 * 1024 // page_bytes))

@@ -217,8 +217,8 @@ class Stepper:
         output = self._runner.forward(build_batch(work, self._runner.device), self._cache)
         for sequence, lease, rows in work:
             self.manager.advance(lease, rows)
-            if rows > 1:
-                prompt = len(sequence.prepared.prompt)
+            prompt = len(sequence.prepared.prompt)
+            if rows > 1 or lease.length <= prompt:
                 self._job(sequence).answer.progress(min(lease.length, prompt), prompt)
         self.steps += 1
         return output.logits

@@ -12,16 +12,10 @@ from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestE
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.request import Emission, PreparedRequest, RequestLimits, Sequence, prepare
 from testkit.engine import generate
-from testkit.tiny import tiny_model
 
 LIMITS = RequestLimits(context=64, max_n=4)
 WEATHER = api.Tool(name="weather", parameters={"type": "object"})
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Graz"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny_model()
 
 
 def chat(**fields: Any) -> api.ChatInput:

@@ -18,13 +18,7 @@ from magnitude_engine.errors import ConfigError
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.server import Server, open_socket
 from testkit.engine import alone, engine_config, generate
-from testkit.tiny import tiny_model
 from testkit.worker_client import WorkerClient
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny_model()
 
 
 @pytest.fixture
