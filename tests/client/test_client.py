@@ -440,6 +440,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_a_client_never_closed_ends_without_a_warning(server: ScriptedServer) -> None:
     server.play(CHAT, Reply(answer("whole")), Reply(pieces=sse(chunk(content="part"), chunk(content="more"))))
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", NEVER_CLOSED, server.base_url]

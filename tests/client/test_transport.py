@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magnitude_engine._transport import SseDecoder, backoff, base_url, is_loopback, retry_after, retry_delay
@@ -38,12 +38,14 @@ def test_retry_after_takes_dates_and_ignores_nonsense() -> None:
     assert retry_after({}, now=0.0) is None
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.floats(0, 1))
 def test_backoff_is_bounded(attempt: int, jitter: float) -> None:
     assert 0.375 <= backoff(attempt, jitter) <= 8.0
     assert math.isfinite(backoff(attempt, jitter))
 
 
+@settings(max_examples=50)
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6), st.data())
 def test_events_are_the_same_wherever_the_bytes_are_split(texts: list[str], data: st.DataObject) -> None:
     newline = data.draw(st.sampled_from(["\n", "\r\n"]))
