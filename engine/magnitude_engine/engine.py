@@ -24,8 +24,8 @@ from magnitude_engine.stepper import Stepper
 
 MAX_STEP_FAILURES = 3
 IDLE_CHECK_S = 1.0
-# Two million tokens; more would only slow the accounts of tiny models down.
-MAX_PAGES = 1 << 17
+# A million tokens; more would only slow the page accounts down.
+MAX_PAGES = 1 << 16
 
 
 class Engine:

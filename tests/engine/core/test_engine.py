@@ -59,6 +59,46 @@ def test_a_sessions_next_step_computes_only_what_is_new(model: LoadedModel, samp
     assert answer.ids() == alone(model, second).ids()
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_resuming_at_every_cut_gives_the_unbroken_answer(
+    model: LoadedModel, sampling: api.Sampling, logprobs: int | None
+) -> None:
+    request = generate("cut me anywhere", sampling=sampling, max_tokens=9, logprobs=logprobs)
+    whole = alone(model, request)
+    deltas = whole.of(api.Delta)
+    resumed: list[api.Generate] = []
+    for cut in range(len(deltas) + 1):
+        ids = tuple(i for d in deltas[:cut] for i in d.ids)
+        known = api.Resume(choice=0, ids=ids, chars=sum(len(d.text) for d in deltas[:cut]))
+        fields = {"sampling": sampling, "max_tokens": 9, "logprobs": logprobs, "resume": (known,)}
+        resumed.append(generate("cut me anywhere", **fields))
+    for cut, answer in enumerate(run(small(model), *resumed)):
+        assert "".join(d.text for d in deltas[:cut]) + answer.text() == whole.text()
+        assert answer.ids() == whole.ids()[cut:]
+        told = [entry for d in [*deltas[:cut], *answer.of(api.Delta)] for entry in d.logprobs]
+        assert told == [entry for d in deltas for entry in d.logprobs]
+        assert answer.finish().reason == "length"
+        assert answer.usage.completion_tokens == 9
+
+
+def test_resuming_some_of_several_choices(model: LoadedModel) -> None:
+    request = generate(LONG, n=3, sampling=SEEDED)
+    whole = alone(model, request)
+    known = tuple(api.Resume(choice=c, ids=tuple(whole.ids(c)[: c * 6]), chars=0) for c in (1, 2))
+    (answer,) = run(small(model), generate(LONG, n=3, sampling=SEEDED, resume=known))
+    assert [answer.ids(c) for c in range(3)] == [whole.ids(c)[c * 6 :] for c in range(3)]
+    assert [answer.text(c) for c in range(3)] == [whole.text(c) for c in range(3)]
+    assert len(answer.of(api.Finished)) == 3
+
+
+def test_an_output_of_no_tokens(model: LoadedModel) -> None:
+    (answer,) = run(small(model), generate("echo this", echo=True, max_tokens=0, n=2))
+    assert [answer.text(c) for c in range(2)] == ["echo this"] * 2
+    assert answer.finish(1).reason == "length"
+    assert answer.usage.completion_tokens == 0
+
+
 def test_reuse_ends_at_the_first_different_token(model: LoadedModel) -> None:
     engine = small(model)
     run(engine, generate(LONG, session="s"))

@@ -33,7 +33,12 @@ def feed(sequence: Sequence, tokens: list[int]) -> Emission:
         if sequence.finish is not None:
             break
         shown = sequence.accept(Drawn(token, True, None)) or Emission()
-        total = Emission(*(a + b for a, b in zip(total, shown, strict=True)))
+        total = Emission(
+            total.ids + shown.ids,
+            total.text + shown.text,
+            total.logprobs + shown.logprobs,
+            total.tool_calls + shown.tool_calls,
+        )
     return total
 
 
