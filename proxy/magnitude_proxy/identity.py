@@ -115,11 +115,6 @@ def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> I
     )
 
 
-def session_of(tenant: str, session: str) -> str:
-    """Returns the id of a session that a client named itself (X-Magnitude-Session, a path of the API)."""
-    return _session_id(tenant, PRODUCT, session.strip())
-
-
 def branch_name(raw: str | None) -> str:
     """Returns the branch id for a client's branch name; None is the main branch."""
     if raw is None:

@@ -7,10 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magnitude_engine import api
-from magnitude_proxy.identity import CLIENTS, IdentityHints, branch_name, identify, session_of
+from magnitude_proxy.identity import CLIENTS, IdentityHints, branch_name, identify
 
 NO_HINTS = IdentityHints()
 TEXT = st.text(st.characters(codec=None), max_size=40)
+
+
+def session_of(tenant: str, raw: str) -> str:
+    return identify(tenant, {}, IdentityHints(magnitude_session=raw)).session
 
 
 def chat(*messages: tuple[str, str]) -> IdentityHints:
