@@ -42,6 +42,15 @@ class WorkerProcess:
         self._reader.join(5)
         return status
 
+    def close(self) -> None:
+        """Kills what is left of it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -59,15 +68,13 @@ def worker(folder: Path, settings: dict[str, Any] | str, *arguments: str) -> Ite
     socket = folder / "run" / "w.sock"
     text = settings if isinstance(settings, str) else json.dumps(settings)
     command = [sys.executable, "-m", "magnitude_engine.main", *arguments, "--config", text, "--socket", str(socket)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    running = WorkerProcess(started(command), socket)
     try:
-        yield WorkerProcess(process, socket)
+        yield running
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+        running.close()
+
+
+def started(command: list[str]) -> subprocess.Popen[str]:
+    """Starts a command in a process group of its own."""
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
