@@ -101,11 +101,8 @@ def test_n_choices_differ_and_share_one_prompt(client: openai.OpenAI) -> None:
     texts = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len(set(texts)) > 1
-    again = client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": "Invent a name for a cat."}],
-        n=3, temperature=1.2, max_tokens=16, seed=7,
-    )  # fmt: skip
-    assert [choice.message.content for choice in again.choices] == texts
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 3 * 16
 
 
 def test_logprobs_describe_the_text(client: openai.OpenAI) -> None:
