@@ -157,7 +157,10 @@ async def _answers(connection: StoreConnection) -> bool:
     ids=["closes", "garbage", "loading", "readonly", "moved", "cut"],
 )
 async def test_whatever_the_server_says_the_caller_gets_store_down(script: bytes) -> None:
+    serving: set[asyncio.Task[None] | None] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
         await reader.read(1)
         writer.write(script)
         with contextlib.suppress(OSError, TimeoutError):
@@ -173,6 +176,9 @@ async def test_whatever_the_server_says_the_caller_gets_store_down(script: bytes
                 with pytest.raises(StoreDown):
                     await connection.call("PING")
                 await asyncio.sleep(0.03)
+        await asyncio.gather(*(task for task in serving if task is not None))
+        # Its sockets are closed one turn of the loop later.
+        await asyncio.sleep(0.01)
 
 
 async def test_a_slow_store_is_left_alone(tmp_path: Path) -> None:
