@@ -51,12 +51,12 @@ def step(runner: Runner, cache: KeyValueCache, parts: Sequence[tuple[Walk, int]]
         logit_rows=torch.arange(len(ids)),
     )
     logits = runner.forward(batch, cache).logits
-    return list(logits.split([count for _, count in parts]))
+    return list(torch.split(logits, [count for _, count in parts]))
 
 
 def in_chunks(runner: Runner, cache: KeyValueCache, walk: Walk, sizes: Sequence[int]) -> torch.Tensor:
     """Computes a whole walk, its chunks cycling through `sizes`; returns the logits of every row."""
-    rows = []
+    rows: list[torch.Tensor] = []
     for size in itertools.cycle(sizes):
         if not walk.left:
             return torch.cat(rows)

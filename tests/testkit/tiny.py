@@ -6,7 +6,7 @@ import math
 
 import tokenizers
 import torch
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from magnitude_engine.config import EngineConfig, Profile
 from magnitude_engine.model.loader import LoadedModel, Placement, Source, assemble
@@ -46,6 +46,7 @@ def tiny_tokenizer() -> Tokenizer:
     texts = [*SPECIAL, *alphabet, *(left + right for left, right in merges)]
     backend = tokenizers.Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     return Tokenizer(backend, SpecialTokens(frozenset({0, 1, 2}), frozenset({0, 2}), 1), byte_level=True)
 

@@ -72,6 +72,11 @@ class Placement(NamedTuple):
 def assemble(config: EngineConfig, source: Source, place: Placement, progress: Callable[[float], None]) -> LoadedModel:
     """Builds a runnable model from opened files (see `load_model` for errors)."""
     c = source.checkpoint.config
+    if source.tokenizer.vocab_size > c.vocab:
+        raise ModelUnsupported(
+            f"{config.model_path}: the tokenizer has {source.tokenizer.vocab_size} tokens but the model only {c.vocab}; "
+            "tokenizer and weights are of different models"
+        )
     spare = _check_memory(config, c, place)
     template = _template(source)
     decoder = build_decoder(source.checkpoint, place.profile, place.context, place.device, spare // 2, progress)
@@ -101,8 +106,8 @@ def _open(path: Path) -> Source:
     """Opens a GGUF file."""
     if not path.exists():
         raise ModelNotFound(f"no model at {path}; run `magnitude pull smollm2`, or give the path of a GGUF file")
-    if path.is_dir():
-        raise ModelUnsupported(f"{path} is a folder; give the path of a GGUF file")
+    if not path.is_file():
+        raise ModelUnsupported(f"{path} is not a file; give the path of a GGUF file")
     file = GgufFile.open(path)
     return Source(
         GgufLlama(file), tokenizers.from_gguf(file), file.text("tokenizer.chat_template", ""), file.fingerprint()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from magnitude_engine.errors import ModelUnsupported
 from magnitude_engine.model.gguf import GgufFile
@@ -144,7 +144,7 @@ def from_json(path: Path, eos_ids: frozenset[int], bos_id: int | None) -> Tokeni
         description = msgspec.json.decode(source, type=_Description)
     except Exception as error:  # The library raises plain Exception for every defect of the file.
         raise ModelUnsupported(f"{path} cannot be read as a tokenizer: {error}; fetch the model again") from error
-    byte_level = '"ByteLevel"' in description.decoder.decode()
+    byte_level = b'"ByteLevel"' in bytes(description.decoder)
     if not byte_level and not description.model.byte_fallback:
         raise ModelUnsupported(f"{path}: only byte-level tokenizers and those with byte fallback are supported")
     backend.no_padding()
@@ -184,6 +184,7 @@ def _set_pre_tokenizer(backend: tokenizers.Tokenizer, pre: str, path: Path) -> N
             "use the model's safetensors folder with its tokenizer.json"
         )
     backend.pre_tokenizer = cut
+    backend.decoder = decoders.ByteLevel()
 
 
 def _byte_level(text: str) -> bytes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.steps import Walk, in_chunks, run, step
-from testkit.tiny import TINY_VOCAB, tiny_model
 
 from magnitude_engine.model.batch import SequenceRows, StepBatch
+from testkit.steps import Walk, in_chunks, run, step
+from testkit.tiny import TINY_VOCAB, tiny_model
 
 LENGTH = 150
 
