@@ -90,10 +90,11 @@ def work(config: EngineConfig, path: Path, grace_s: float) -> int:
     from magnitude_engine.model.loader import load_model
 
     engine = Engine(load_model(config), config, incarnation=uuid.uuid4().hex)
-    return asyncio.run(_serve(engine, path, grace_s))
+    return asyncio.run(serve(engine, path, grace_s))
 
 
-async def _serve(engine: Engine, path: Path, grace_s: float) -> int:
+async def serve(engine: Engine, path: Path, grace_s: float) -> int:
+    """Starts the engine and serves it until SIGTERM, SIGINT or its own end; returns the exit status."""
     from magnitude_engine.server import Server
 
     loop = asyncio.get_running_loop()
@@ -118,8 +119,6 @@ async def _serve(engine: Engine, path: Path, grace_s: float) -> int:
     worker_log.info("stopping")
     server.stop_accepting()
     await asyncio.to_thread(engine.close, 0.0 if gave_up.is_set() else grace_s)
-    # The events of the last requests are on their way to this loop.
-    await asyncio.sleep(0)
     await server.close()
     return Exit.GAVE_UP if gave_up.is_set() else Exit.STOPPED
 
@@ -157,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="EngineConfig as JSON, or a file that holds it")
     parser.add_argument("--socket", required=True, help="path of the unix socket")
     parser.add_argument("--parent-death", action="store_true", help="end when the parent process ends")
-    parser.add_argument("--grace", type=float, default=DEFAULTS.grace_s, help="seconds that open requests get on SIGTERM")
+    parser.add_argument(
+        "--grace", type=float, default=DEFAULTS.grace_s, help="seconds that open requests get on SIGTERM"
+    )
     parser.add_argument("--hang-s", type=float, default=DEFAULTS.hang_s, help="watch: seconds without a step")
     parser.add_argument("--start-s", type=float, default=DEFAULTS.start_s, help="watch: seconds until it listens")
     return parser

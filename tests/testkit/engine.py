@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from magnitude_engine import api
 from magnitude_engine.config import EngineConfig
@@ -131,3 +132,25 @@ def alone(model: LoadedModel, request: api.Generate) -> Recorder:
         engine = Engine(model, engine_config(prefill_chunk=4096, optimization_level="off"), pages=96)
         (_answers[key],) = run(engine, msgspec.structs.replace(request, resume=()))
     return _answers[key]
+
+
+class _Breaking:
+    """A real runner whose results are spoiled, as broken hardware would."""
+
+    def __init__(self, model: LoadedModel, spoil: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        self._runner = model.runner
+        self._spoil = spoil
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: object, cache: object) -> object:
+        self._calls += 1
+        output = self._runner.forward(batch, cache)  # type: ignore[arg-type]
+        return output._replace(logits=self._spoil(output.logits, self._calls))
+
+
+def spoiled(model: LoadedModel, spoil: Callable[[torch.Tensor, int], torch.Tensor]) -> LoadedModel:
+    """Returns the model with its logits passed through `spoil(logits, number of the forward pass)`."""
+    return model._replace(runner=_Breaking(model, spoil))  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ tokens as alone and cold."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from magnitude_engine import api
 from magnitude_engine.engine import Engine
 from magnitude_engine.model.loader import LoadedModel
-from testkit.engine import Recorder, alone, drain, engine_config, generate, run, submit
+from testkit.engine import Recorder, alone, drain, engine_config, generate, run, spoiled, submit
 
 GREEDY = api.Sampling(temperature=0.0)
 SEEDED = api.Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.4, seed=11)
@@ -255,27 +254,6 @@ def test_a_smaller_batch_wanted_by_the_client(model: LoadedModel) -> None:
     )
     assert set(seen[:11]) == {1}
     assert all(a.usage for a in answers)
-
-
-class Breaking:
-    """Wraps a real runner and spoils what it returns, as broken hardware would."""
-
-    def __init__(self, model: LoadedModel, spoil: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        self._runner = model.runner
-        self._spoil = spoil
-        self._calls = 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._runner, name)
-
-    def forward(self, batch: object, cache: object) -> object:
-        self._calls += 1
-        output = self._runner.forward(batch, cache)  # type: ignore[arg-type]
-        return output._replace(logits=self._spoil(output.logits, self._calls))
-
-
-def spoiled(model: LoadedModel, spoil: Callable[[torch.Tensor, int], torch.Tensor]) -> LoadedModel:
-    return model._replace(runner=Breaking(model, spoil))  # type: ignore[arg-type]
 
 
 def test_a_row_that_is_not_finite_fails_its_own_request_only(model: LoadedModel) -> None:
