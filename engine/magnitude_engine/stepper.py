@@ -22,11 +22,11 @@ import torch
 
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
-from magnitude_engine.config import PAGE_TOKENS, EngineConfig
+from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.inbox import Job, JobKey
-from magnitude_engine.kv.manager import CacheManager
+from magnitude_engine.kv.manager import CacheManager, pages_for
 from magnitude_engine.kv.pool import IntegrityError
 from magnitude_engine.kv.tensors import apply_page_ops
 from magnitude_engine.model.loader import LoadedModel
@@ -104,8 +104,6 @@ class Stepper:
         self._measure(work, self._clock() - began)
         return True
 
-    # Jobs
-
     def enter(self, job: Job) -> None:
         """Takes a job in; its choices wait for a seat."""
         alive = [s for s in job.sequences if s.finish is None]
@@ -149,17 +147,13 @@ class Stepper:
             names.worker_log.error("the page accounts were wrong and the cache was emptied: %s", error)
             self.manager.reset()
 
-    # Admit
-
     def _admit(self) -> None:
-        running, waiting = (
-            self._views(),
-            [
-                Waiting(s.order, len(s.tokens), s.width, s.prepared.generate.preferences.max_batch_size)
-                for s in self._waiting
-            ],
+        """Gives and takes seats."""
+        waiting = tuple(
+            Waiting(s.order, len(s.tokens), s.width, s.prepared.generate.preferences.max_batch_size)
+            for s in self._waiting
         )
-        snapshot = Snapshot(tuple(running), tuple(waiting), self.manager.available, self._config.max_batch_size)
+        snapshot = Snapshot(tuple(self._views()), waiting, self.manager.available, self._config.max_batch_size)
         seats = plan_seats(snapshot)
         for sequence in _named(self._running, seats.preempt):
             self.telemetry.count(names.PREEMPTIONS)
@@ -169,7 +163,8 @@ class Stepper:
             self._seat(sequence)
 
     def _views(self) -> list[Running]:
-        missing = [-(-len(s.tokens) // PAGE_TOKENS) - len(s.lease.pages) if s.lease else 0 for s in self._running]
+        """Returns what the scheduler sees of the running sequences."""
+        missing = [pages_for(len(s.tokens)) - len(s.lease.pages) for s in self._running if s.lease]
         short = sum(missing) > self.manager.available
         return [
             Running(
@@ -192,8 +187,6 @@ class Stepper:
         self._running.append(sequence)
         if not job.started:
             self._begin(job, sequence.lease.reused)
-
-    # Plan, forward
 
     def _plan(self) -> list[Work]:
         """Returns what is computed in this step; leases have pages for it."""
@@ -222,8 +215,6 @@ class Stepper:
                 self._job(sequence).answer.progress(min(lease.length, prompt), prompt)
         self.steps += 1
         return output.logits
-
-    # Sample
 
     def _sample(self, work: Sequences[Work], logits: torch.Tensor) -> Iterator[tuple[Sequence, Drawn]]:
         """Yields each sequence that has no token missing with its next one."""
@@ -254,9 +245,7 @@ class Stepper:
 
     def _seat_left(self) -> bool:
         wishes = (s.prepared.generate.preferences.max_batch_size for s in self._running)
-        return len(self._running) < min(self._config.max_batch_size, *(w for w in wishes if w is not None), 1 << 30)
-
-    # Commit
+        return len(self._running) < min([self._config.max_batch_size, *(w for w in wishes if w is not None)])
 
     def _commit(self, sequence: Sequence, drawn: Drawn) -> None:
         """Appends a drawn token to its sequence and tells the client."""
