@@ -31,9 +31,6 @@ class ToolFormat:
     end: str
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
-
-
 class _Written(msgspec.Struct, frozen=True):
     name: str
     arguments: msgspec.Raw

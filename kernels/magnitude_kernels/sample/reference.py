@@ -27,9 +27,8 @@ from magnitude_kernels.sample import noise
 LEAST_TEMPERATURE = 1e-30
 LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
 NO_TOKEN = -1
-# Bins of logits, evenly spaced down to a weight of exp(-30); the last takes what lies deeper.
+# More candidates than this fall into as many bins before any are sorted; a narrower spread of logits counts as none.
 _BINS = 2048
-_DEEPEST = 30.0
 _SHALLOWEST = 1e-30
 
 
@@ -74,6 +73,19 @@ class _Cut(NamedTuple):
     key: int
 
 
+class _Candidates(NamedTuple):
+    """Tokens that may still be drawn, in order of id."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    weights: torch.Tensor
+
+    def where(self, keep: torch.Tensor) -> _Candidates:
+        """Returns those at which `keep` is True."""
+        kept = keep.nonzero().squeeze(1)
+        return _Candidates(self.tokens[kept], self.logits[kept], self.weights[kept])
+
+
 def sample(logits: torch.Tensor, params: SampleParams) -> Sampled:
     """Draws a token for each row of `logits` (float32 [rows, vocab])."""
     cuts = [
@@ -113,36 +125,37 @@ def _row(row: torch.Tensor, cut: _Cut, mask: torch.Tensor | None) -> int:
     if 0 < cut.top_k < row.numel():
         kept = (row >= row.topk(cut.top_k).values[-1]).nonzero().squeeze(1)
         tokens, row = tokens[kept], row[kept]
-    most = row.amax()
-    scaled = (row - most).div_(min(max(cut.temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE))
-    weights = scaled.exp()
-    if cut.top_p < 1 or cut.min_p > 0:
-        keep = weights >= cut.min_p
-        if cut.top_p < 1:
-            keep &= row >= _nucleus(row, scaled, weights, cut.top_p)
-        kept = keep.nonzero().squeeze(1)
-        tokens, weights = tokens[kept], weights[kept]
-    scores = weights.div_(noise.exponential(noise.bits(cut.key, tokens)))
-    return int(tokens[scores.argmax()].item())
+    temperature = min(max(cut.temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)
+    left = _Candidates(tokens, row, (row - row.amax()).div_(temperature).exp_())
+    if cut.top_p < 1:
+        left = _nucleus(left, cut.top_p)
+    if cut.min_p > 0:
+        left = left.where(left.weights >= cut.min_p)
+    scores = left.weights / noise.exponential(noise.bits(cut.key, left.tokens))
+    return int(left.tokens[scores.argmax()].item())
 
 
-def _nucleus(row: torch.Tensor, scaled: torch.Tensor, weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Returns the smallest logit of `row` above which less than `top_p` of the weight lies.
+def _nucleus(left: _Candidates, top_p: float) -> _Candidates:
+    """Returns the candidates above which lies less than `top_p` of the weight.
 
-    Of a long row only the bin of logits in which the mass is reached is put in order, since sorting a vocabulary
-    costs more than the rest of the draw.
+    Few of a vocabulary are ever put in order, since sorting it costs more than the rest of the draw: tokens that are
+    too light to be kept go first, and of many that remain only those close to the limit are sorted.
     """
-    wanted = top_p * weights.sum(dtype=torch.float64)
-    skipped = torch.zeros((), dtype=torch.float64, device=row.device)
-    if row.numel() > _BINS:
-        depth = min(max(-scaled.amin().item(), _SHALLOWEST), _DEEPEST)
-        bins = (scaled * (-_BINS / depth)).clamp_(max=_BINS - 1).to(torch.int64)
+    total = left.weights.sum(dtype=torch.float64)
+    wanted = top_p * total
+    # All tokens lighter than this hold together less than half of what lies beyond the nucleus.
+    left = left.where(left.weights >= (1 - top_p) * total / (2 * left.tokens.numel()))
+    logits, weights = left.logits, left.weights
+    skipped = torch.zeros_like(total)
+    if logits.numel() > _BINS:
+        depth = logits.amax() - logits
+        bins = (depth * (_BINS / max(depth.amax().item(), _SHALLOWEST))).clamp_(max=_BINS - 1).to(torch.int64)
         mass = torch.bincount(bins, weights.double(), minlength=_BINS).cumsum(0)
         reached = int((mass < wanted).sum().item())
         if reached:
             skipped = mass[reached - 1]
         inside = (bins == reached).nonzero().squeeze(1)
-        row, weights = row[inside], weights[inside]
-    logits, order = row.sort(descending=True)
+        logits, weights = logits[inside], weights[inside]
+    ordered, order = logits.sort(descending=True)
     above = weights[order].cumsum(0, dtype=torch.float64).add_(skipped)
-    return logits[min(int((above < wanted).sum().item()), logits.numel() - 1)]
+    return left.where(left.logits >= ordered[min(int((above < wanted).sum().item()), ordered.numel() - 1)])

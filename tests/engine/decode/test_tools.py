@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magnitude_engine import api
-from magnitude_engine.decode.tools import HERMES, ToolCallParser
+from magnitude_engine.decode.tools import ToolCallParser, ToolFormat
 
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
 TOOLS = (api.Tool(name="search"), api.Tool(name="add"))
 SEARCH = '<tool_call>{"name": "search", "arguments": {"query": "tea"}}</tool_call>'
 ADD = '<tool_call>\n{"arguments": { "a": 1,"b":[2, {}] }, "name": "add"}\n</tool_call>'
