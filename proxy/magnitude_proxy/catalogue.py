@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from magnitude_engine import api
 from magnitude_proxy.config import UpstreamConfig, WorkerConfig
@@ -17,6 +18,18 @@ from magnitude_proxy.replies import ModelReply
 
 ANY = "*"
 GENERIC = ("magnitude", "default", "")
+
+
+class Offer(NamedTuple):
+    """Who may answer for a model's name.
+
+    Attributes:
+        refusal: why the worker does not although an upstream may; None when it does.
+        upstreams: names of the upstreams that take it.
+    """
+
+    refusal: api.Failed | None
+    upstreams: frozenset[str]
 
 
 class Catalogue:
@@ -71,8 +84,8 @@ class Catalogue:
             return ModelReply(id=name, created=self._started, owned_by="magnitude")
         raise self._unknown(name)
 
-    def refusal(self, name: str) -> api.Failed | None:
-        """Returns why the worker does not answer for `name` although an upstream may; None when it does.
+    def offer(self, name: str) -> Offer:
+        """Returns who may answer for `name`.
 
         Raises:
             NotFound: neither the worker nor any upstream takes the name.
@@ -80,12 +93,14 @@ class Catalogue:
         served = self._worker.mode != "none" and (
             name in GENERIC or ANY in self._worker.aliases or name in self.local()
         )
+        upstreams = frozenset(upstream.name for upstream in self._upstreams if takes(upstream, name))
         if served:
-            return None
-        if not any(takes(upstream, name) for upstream in self._upstreams):
-            raise self._unknown(name)
+            return Offer(None, upstreams)
         unknown = self._unknown(name)
-        return api.Failed(request="", epoch=0, code=unknown.code, message=unknown.message, param="model")
+        if not upstreams:
+            raise unknown
+        refusal = api.Failed(request="", epoch=0, code=unknown.code, message=unknown.message, param="model")
+        return Offer(refusal, upstreams)
 
     def shown(self, asked: str, local: bool) -> str:
         """Returns the model name for an answer: the worker's own, or what the client asked an upstream for."""

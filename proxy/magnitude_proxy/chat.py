@@ -9,6 +9,7 @@ from aiohttp import web
 
 from magnitude_engine import api
 from magnitude_proxy.answer import Answer
+from magnitude_proxy.catalogue import Offer
 from magnitude_proxy.errors import Unauthorized
 from magnitude_proxy.identity import identify
 from magnitude_proxy.intake import Asked, read_chat
@@ -23,16 +24,17 @@ async def chat(request: web.Request) -> web.StreamResponse:
     surface, exchange = request.app[SURFACE], request[EXCHANGE]
     asked = read_chat(await read_body(request), surface.seed())
     salt = tenant_salt(request)
-    refusal = surface.catalogue.refusal(asked.model) or asked.refusal
+    offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
     answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-    step = steps(asked, lease, salt, answer_id, refusal)[0]
+    step = steps(asked, lease, salt, answer_id, offer)[0]
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, surface.dispatcher.run(step))
 
 
-def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, refusal: api.Failed | None) -> list[Step]:
+def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer) -> list[Step]:
     """Returns one step per prompt, each with an id of its own; an upstream gets each prompt alone."""
     made = []
+    refusal = offer.refusal or asked.refusal
     for index, given in enumerate(asked.inputs):
         request_id = answer_id if index == 0 else f"{answer_id}-{index}"
         request = msgspec.structs.replace(
@@ -50,7 +52,16 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, refusal: api.Fa
         if len(asked.inputs) > 1:
             body = {**body, "prompt": given.text if isinstance(given, api.TextInput) else asked.body["prompt"][index]}
         failed = None if refusal is None else msgspec.structs.replace(refusal, request=request_id, epoch=lease.epoch)
-        made.append(Step(kind=asked.kind, request=request, body=body, stream=asked.stream, local_refusal=failed))
+        made.append(
+            Step(
+                kind=asked.kind,
+                request=request,
+                body=body,
+                stream=asked.stream,
+                local_refusal=failed,
+                upstreams=offer.upstreams,
+            )
+        )
     return made
 
 

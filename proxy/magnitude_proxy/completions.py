@@ -24,10 +24,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     surface, exchange = request.app[SURFACE], request[EXCHANGE]
     asked = read_completion(await read_body(request), surface.seed())
     salt = tenant_salt(request)
-    refusal = surface.catalogue.refusal(asked.model) or asked.refusal
+    offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
     answer_id = f"cmpl-{uuid.uuid4().hex}"
-    runs = [surface.dispatcher.run(step) for step in steps(asked, lease, salt, answer_id, refusal)]
+    runs = [surface.dispatcher.run(step) for step in steps(asked, lease, salt, answer_id, offer)]
     events = runs[0] if len(runs) == 1 else joined(runs, asked.generate.n)
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, events)
 

@@ -73,8 +73,9 @@ class Dispatcher:
         self._budget = RetryBudget(retry.budget_ratio, retry.budget_min)
         self._breakers = {name: Breaker(retry.breaker_failures, retry.breaker_open_s, clock) for name in self._routes}
 
-    def snapshot(self) -> Snapshot:
-        """Returns every route as it is now."""
+    def snapshot(self, step: Step | None = None) -> Snapshot:
+        """Returns the routes as they are now: all, or those that take the model that `step` asks for."""
+        takers = step.upstreams if step else None
         return tuple(
             RouteView(
                 name=name,
@@ -83,6 +84,7 @@ class Dispatcher:
                 held_s=self._breakers[name].held_s(),
             )
             for name, route in self._routes.items()
+            if takers is None or name == LOCAL or name in takers
         )
 
     def ready(self) -> bool:
@@ -212,21 +214,21 @@ class Dispatcher:
     def _can_leave(self, call: _Call) -> bool:
         """True when a request could go on elsewhere if it left the worker now."""
         state = self._state(call, [*call.tried, Tried(LOCAL, "deadline_exceeded")])
-        target = policy.next_route(call.step, self.snapshot(), state)
+        target = policy.next_route(call.step, self.snapshot(call.step), state)
         return target is not None and (state.budget or not target.retry)
 
     async def _first(self, call: _Call) -> Take | Fail:
         """Returns how the request begins; where only the worker could answer and it is starting, after a wait."""
-        action = policy.first_action(call.step, self.snapshot())
+        action = policy.first_action(call.step, self.snapshot(call.step))
         if not isinstance(action, Wait):
             return action
-        return await self._restarted(call, policy.nothing_left(call.step, self.snapshot()))
+        return await self._restarted(call, policy.nothing_left(call.step, self.snapshot(call.step)))
 
     async def _after(self, call: _Call, failure: api.Failed) -> Take | Fail:
         """Returns how the request goes on after `failure` of its present route."""
         call.tried.append(Tried(call.route or LOCAL, failure.code))
         state = self._state(call, call.tried)
-        action = policy.next_action(call.step, self.snapshot(), state, failure)
+        action = policy.next_action(call.step, self.snapshot(call.step), state, failure)
         return await self._restarted(call, failure) if isinstance(action, Wait) else action
 
     async def _restarted(self, call: _Call, failure: api.Failed) -> Take | Fail:
@@ -239,11 +241,11 @@ class Dispatcher:
                     self._telemetry.count(RESUMES)
                 return Take(LOCAL)
             state = self._state(call, call.tried)
-            other = None if state.committed else policy.next_route(call.step, self.snapshot(), state)
+            other = None if state.committed else policy.next_route(call.step, self.snapshot(call.step), state)
             if other is not None and (state.budget or not other.retry):
                 return other
             await asyncio.sleep(RESTART_POLL_S)
-        return Fail(policy.client_failure(self._state(call, call.tried), self.snapshot(), failure))
+        return Fail(policy.client_failure(self._state(call, call.tried), self.snapshot(call.step), failure))
 
     def _state(self, call: _Call, tried: Sequence[Tried]) -> CallState:
         return CallState(
@@ -259,7 +261,7 @@ class Dispatcher:
         if call.route == action.route:
             return None
         if call.route is None:
-            taken = policy.first_taken(call.step, self.snapshot(), action.route)
+            taken = policy.first_taken(call.step, self.snapshot(call.step), action.route)
             source = "preferred"
         else:
             label = LOCAL if action.route == LOCAL else f"fallback:{action.route}"

@@ -21,6 +21,7 @@ class Step:
         body: the client's own JSON body, for an upstream; unknown fields included, `magnitude` removed.
         stream: whether the client asked for a stream.
         local_refusal: why the worker cannot serve this request, when it cannot (an upstream may).
+        upstreams: names of the upstreams that take the model it asks for; None for any.
     """
 
     kind: Kind
@@ -28,6 +29,7 @@ class Step:
     body: dict[str, Any]
     stream: bool
     local_refusal: api.Failed | None = None
+    upstreams: frozenset[str] | None = None
 
 
 class Route(Protocol):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
@@ -169,11 +169,12 @@ def test_abort_frees_the_worker_and_the_next_request_works(client: openai.OpenAI
         next(iter(stream))
     answer = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=8)
     assert answer.choices[0].message.content
-    for _ in range(50):
-        busy = httpx.get(f"{server.origin}/health").json()["worker"]
-        if not busy.get("running"):
+    for _ in range(100):
+        worker = server.health()["worker"]
+        if worker["running"] == 0:
             break
-    assert not busy.get("running")
+        time.sleep(0.1)
+    assert worker["running"] == 0
 
 
 @pytest.mark.parametrize(

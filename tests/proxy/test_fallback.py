@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -227,6 +228,14 @@ def test_a_request_that_comes_while_the_worker_starts_waits_for_it() -> None:
     assert got.seconds == pytest.approx(4.5, abs=0.1)
     worker.ready = False
     assert virtual(main(60)).failure.code == "unavailable"
+
+
+def test_only_upstreams_that_take_the_model_are_asked() -> None:
+    step = dataclasses.replace(make_step(), upstreams=frozenset({"b"}))
+    other, taker = upstream(answer("no")), upstream(answer("yes"), name="b")
+    got = outcome(local([failed("worker_lost")]), other, taker, step=step)
+    assert got.text == "yes"
+    assert other.seen == []
 
 
 def test_silence_after_content_is_one_failure() -> None:

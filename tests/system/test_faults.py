@@ -94,7 +94,7 @@ def test_store_killed_in_mid_session(server: Server) -> None:
     first = httpx.post(url, json=body(max_tokens=8), headers=headers, timeout=120)
     assert first.status_code == 200
     assert "x-magnitude-degraded" not in first.headers
-    os.kill(server.child("store"), signal.SIGKILL)
+    os.kill(server.child("valkey.sock"), signal.SIGKILL)
     second = httpx.post(url, json=body(max_tokens=8), headers=headers, timeout=120)
     assert second.status_code == 200
     assert second.json()["choices"] == first.json()["choices"]
@@ -120,7 +120,7 @@ def test_store_absent_from_the_start(tmp_path: Path) -> None:
 def test_sigterm_ends_clean_and_leaves_no_process(tmp_path: Path) -> None:
     lend_model(tmp_path / "data", smollm2_path())
     with serving(tmp_path) as server:
-        pids = [worker_of(server), server.child("store")]
+        pids = [worker_of(server), server.child("valkey.sock")]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         for pid in pids:
@@ -130,7 +130,7 @@ def test_sigterm_ends_clean_and_leaves_no_process(tmp_path: Path) -> None:
 def test_sigkill_of_the_proxy_takes_worker_and_store_along(tmp_path: Path) -> None:
     lend_model(tmp_path / "data", smollm2_path())
     with serving(tmp_path) as server:
-        pids = [worker_of(server), server.child("store")]
+        pids = [worker_of(server), server.child("valkey.sock")]
         server.process.kill()
         end = time.monotonic() + 10
         while time.monotonic() < end and any(Path(f"/proc/{p}").exists() for p in pids):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from magnitude_engine.scheduler import (
+    Measured,
     Order,
     Running,
     Seats,
@@ -15,6 +16,7 @@ from magnitude_engine.scheduler import (
     plan_seats,
     retry_after,
     row_budget,
+    smooth,
 )
 
 
@@ -102,9 +104,31 @@ def test_prompts_advance_beside_any_number_of_decoders() -> None:
     assert plan_rows(running, budget=8)[-1] == Share(order(20), 16)
 
 
-@pytest.mark.parametrize(("speed", "rows"), [(None, 256), (100_000.0, 256), (1000.0, 240), (500.0, 112), (1.0, 16)])
-def test_the_row_budget_follows_the_measured_speed(speed: float | None, rows: int) -> None:
-    assert row_budget(speed, chunk=256) == rows
+@pytest.mark.parametrize(
+    ("few", "many", "rows"),
+    [
+        (None, None, 256),
+        (None, Measured(200, 0.2), 240),
+        (None, Measured(200, 0.001), 256),
+        (None, Measured(16, 16.0), 16),
+        (Measured(1, 0.101), Measured(100, 0.2), 144),
+        (Measured(1, 0.5), Measured(101, 1.0), 96),
+        (Measured(8, 0.3), Measured(200, 0.25), 192),
+    ],
+)
+def test_the_row_budget_follows_what_steps_cost(few: Measured | None, many: Measured | None, rows: int) -> None:
+    assert row_budget(few, many, chunk=256) == rows
+
+
+def test_the_row_budget_finds_its_way_back_from_small_steps() -> None:
+    """A step costs 0.1 s and 1 ms per row; a slow spell has left steps of 16 rows behind."""
+    few, many = Measured(1, 0.9), Measured(16, 1.5)
+    budget = 16
+    for _ in range(40):
+        few = smooth(few, 1, 0.101)
+        many = smooth(many, budget, 0.1 + budget / 1000)
+        budget = row_budget(few, many, chunk=256)
+    assert budget == 144
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""Milliseconds of one step by context and rows, and of prefill per token.
+
+python tests/bench/step.py --model PATH [--profile packed|reference|native|naive] [--threads N] [--rounds N]
+
+`naive` is the baseline: float32 weights, one operation after another as a tutorial would write them. Each figure is
+the best of some rounds, because other work on the machine can only slow a step down. Log what matters in log.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from magnitude_engine.config import PAGE_TOKENS, EngineConfig
+from magnitude_engine.model.batch import SequenceRows, StepBatch
+from magnitude_engine.model.decoder import Rotary
+from magnitude_engine.model.gguf import GgufFile
+from magnitude_engine.model.loader import load_model
+from magnitude_engine.model.weights import GgufLlama, LayerWeights, dense
+
+CONTEXTS = (16, 512, 2048, 4096)
+ROWS = (1, 2, 4, 8, 16)
+PREFILL = 256
+
+
+class Engine:
+    """The product's runner; one sequence whose pages lie in a run."""
+
+    def __init__(self, path: Path, profile: str) -> None:
+        config = EngineConfig(model_path=str(path), profile=profile, kv_memory_mb=512)  # type: ignore[arg-type]
+        self.runner = load_model(config).runner
+        self.name = f"{profile} ({self.runner.lanes})"
+        self._pages = tuple(range((max(CONTEXTS) + PREFILL) // PAGE_TOKENS))
+        self._cache = self.runner.allocate_cache(len(self._pages))
+        for tensor in (*self._cache.keys, *self._cache.values):
+            tensor.normal_()
+
+    def step(self, context: int, rows: int, sequences: int = 1) -> None:
+        """Computes `rows` rows for each of `sequences`; all read the same pages, each writes the same slots."""
+        start = context - rows
+        positions = torch.arange(start, context).repeat(sequences)
+        batch = StepBatch(
+            ids=positions % 1000,
+            positions=positions,
+            slots=positions,
+            sequences=tuple(SequenceRows(i * rows, rows, context, self._pages) for i in range(sequences)),
+            logit_rows=torch.arange(len(positions)) if rows < PREFILL else torch.tensor([rows - 1]),
+        )
+        self.runner.forward(batch, self._cache)
+
+
+class Naive:
+    """A plain float32 decoder with contiguous keys and values."""
+
+    name = "naive float32"
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = GgufLlama(GgufFile.open(path))
+        self._config = checkpoint.config
+        c = self._config
+        self._layers = [LayerWeights(*map(dense, checkpoint.layer(i))) for i in range(c.layers)]
+        self._embedding = dense(checkpoint.embedding())
+        self._norm = checkpoint.final_norm()
+        self._rotary = Rotary.build(c, max(CONTEXTS) + PREFILL, None, torch.device("cpu"))
+        size = (c.kv_heads, max(CONTEXTS) + PREFILL, c.head_dim)
+        self._cache = [(torch.randn(size), torch.randn(size)) for _ in range(c.layers)]
+
+    @torch.inference_mode()
+    def step(self, context: int, rows: int, sequences: int = 1) -> None:
+        """Computes `rows` rows, for one sequence after another."""
+        for _ in range(sequences):
+            self._one(torch.arange(context - rows, context))
+
+    def _one(self, positions: torch.Tensor) -> None:
+        c, context = self._config, int(positions[-1]) + 1
+        mask = torch.arange(context)[None] <= positions[:, None]
+        h = self._embedding[positions % 1000]
+        for layer, (keys, values) in zip(self._layers, self._cache, strict=True):
+            x = functional.rms_norm(h, (c.hidden,), layer.attention_norm, c.epsilon)
+            q, k, v = (functional.linear(x, dense(m)).view(len(x), -1, c.head_dim).transpose(0, 1) for m in layer[1:4])
+            keys[:, positions], values[:, positions] = self._turn(k, positions), v
+            q = self._turn(q, positions)
+            found = functional.scaled_dot_product_attention(
+                q[None], keys[None, :, :context], values[None, :, :context], attn_mask=mask, enable_gqa=True
+            )
+            h = h + functional.linear(found[0].transpose(0, 1).reshape(len(x), -1), dense(layer.out))
+            x = functional.rms_norm(h, (c.hidden,), layer.ffn_norm, c.epsilon)
+            gate = functional.silu(functional.linear(x, dense(layer.gate)))
+            h = h + functional.linear(gate * functional.linear(x, dense(layer.up)), dense(layer.down))
+        wanted = h if len(h) < PREFILL else h[-1:]
+        functional.linear(functional.rms_norm(wanted, (c.hidden,), self._norm, c.epsilon), self._embedding)
+
+    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        half = self._config.head_dim // 2
+        return x * self._rotary.cosine[positions] + x.roll(half, -1) * self._rotary.sine[positions]
+
+
+def best(function: Callable[[], object], rounds: int) -> float:
+    """Returns the least milliseconds of a call."""
+    function()
+    least = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        function()
+        least = min(least, time.perf_counter() - began)
+    return least * 1000
+
+
+def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Prints a Markdown table."""
+    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
+
+
+def main() -> None:
+    """Runs the bench."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--profile", default="packed", choices=["packed", "reference", "native", "naive"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    subject = Naive(options.model) if options.profile == "naive" else Engine(options.model, options.profile)
+    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    print(f"{subject.name}; {machine}, {options.threads} threads, load {os.getloadavg()[0]:.1f}")
+
+    def cells(sequences: Callable[[int], tuple[int, int]]) -> list[list[str]]:
+        return [
+            [str(c), *(f"{best(lambda c=c, n=n: subject.step(c, *sequences(n)), options.rounds):.1f}" for n in ROWS)]
+            for c in CONTEXTS
+        ]
+
+    table("ms per step, rows of one sequence", ["context", *map(str, ROWS)], cells(lambda n: (n, 1)))
+    table("ms per step, one row of each of n sequences", ["context", *map(str, ROWS)], cells(lambda n: (1, n)))
+    prefill = [(c, best(lambda c=c: subject.step(c, PREFILL), max(2, options.rounds // 4))) for c in (256, 2048, 4096)]
+    table(
+        f"prefill, a chunk of {PREFILL}",
+        ["context after", "ms", "tokens/s"],
+        [[str(c), f"{ms:.0f}", f"{PREFILL / ms * 1000:.0f}"] for c, ms in prefill],
+    )
+
+
+if __name__ == "__main__":
+    main()
