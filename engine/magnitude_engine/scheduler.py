@@ -15,6 +15,7 @@ from magnitude_engine.kv.manager import pages_for
 
 STEP_SECONDS = 0.25
 MIN_PREFILL_ROWS = 16
+SMOOTHING = 0.3
 
 
 class Order(NamedTuple):
@@ -139,14 +140,36 @@ def plan_rows(running: Sequence[Running], budget: int) -> tuple[Share, ...]:
     return tuple(shares)
 
 
-def row_budget(tokens_per_s: float | None, chunk: int) -> int:
-    """Returns the rows that take about `STEP_SECONDS` at the measured speed, at most `chunk`.
+class Measured(NamedTuple):
+    """Smoothed size and time of a kind of steps."""
 
-    None stands for no measurement (or a profile whose steps are fixed) and gives `chunk`.
+    rows: float
+    seconds: float
+
+
+def smooth(before: Measured | None, rows: int, seconds: float) -> Measured:
+    """Returns the measurement with one more step in it."""
+    if before is None:
+        return Measured(rows, seconds)
+    return Measured(
+        before.rows + SMOOTHING * (rows - before.rows), before.seconds + SMOOTHING * (seconds - before.seconds)
+    )
+
+
+def row_budget(few: Measured | None, many: Measured | None, chunk: int) -> int:
+    """Returns the rows that a step of about `STEP_SECONDS` computes, at most `chunk`.
+
+    A step costs a fixed time (reading the weights) and a time per row; both follow from the measured steps of few
+    and of many rows. Where the fixed time alone is long, smaller steps would only waste more of it: then as many
+    rows are computed as cost the fixed time once more. Without measurements (`many` is None) it is `chunk`.
     """
-    if tokens_per_s is None:
+    if many is None or many.seconds <= 0:
         return chunk
-    rows = int(tokens_per_s * STEP_SECONDS) // MIN_PREFILL_ROWS * MIN_PREFILL_ROWS
+    fixed_s, row_s = 0.0, many.seconds / many.rows
+    if few is not None and few.seconds < many.seconds:
+        row_s = (many.seconds - few.seconds) / (many.rows - few.rows)
+        fixed_s = max(0.0, few.seconds - few.rows * row_s)
+    rows = int(max(STEP_SECONDS - fixed_s, fixed_s) / row_s) // MIN_PREFILL_ROWS * MIN_PREFILL_ROWS
     return min(chunk, max(rows, MIN_PREFILL_ROWS))
 
 

@@ -33,6 +33,8 @@ from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.request import Emission, Sequence
 from magnitude_engine.scheduler import (
     MIN_PREFILL_ROWS,
+    SMOOTHING,
+    Measured,
     Order,
     Running,
     Snapshot,
@@ -40,10 +42,9 @@ from magnitude_engine.scheduler import (
     plan_rows,
     plan_seats,
     row_budget,
+    smooth,
 )
 from magnitude_engine.step import Work, build_batch, row_spec
-
-SMOOTHING = 0.3
 
 
 class Stepper:
@@ -79,7 +80,8 @@ class Stepper:
         self._jobs: dict[int, Job] = {}
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
-        self._prefill_rate: float | None = None
+        self._few: Measured | None = None
+        self._many: Measured | None = None
 
     @property
     def running(self) -> int:
@@ -190,8 +192,8 @@ class Stepper:
 
     def _plan(self) -> list[Work]:
         """Returns what is computed in this step; leases have pages for it."""
-        measured = None if self._runner.profile == "reference" else self._prefill_rate
-        budget = row_budget(measured, self._config.prefill_chunk)
+        # The reference profile measures nothing, so that its steps are the same in every run.
+        budget = row_budget(self._few, self._many, self._config.prefill_chunk)
         self.telemetry.set(names.ROW_BUDGET, budget)
         by_order = {s.order: s for s in self._running}
         work: list[Work] = []
@@ -337,10 +339,14 @@ class Stepper:
         self.telemetry.count(names.DECODE_ROWS, rows - chunks)
         self.telemetry.set(names.PAGES_EVICTED, self.manager.evicted_pages)
         self.telemetry.set(names.PAGES_RETAINED, self.manager.retained)
-        if chunks >= MIN_PREFILL_ROWS and seconds > 0:
-            before = self._prefill_rate or rows / seconds
-            self._prefill_rate = before + SMOOTHING * (rows / seconds - before)
-            self.telemetry.set(names.PREFILL_RATE, self._prefill_rate)
+        if chunks and seconds > 0:
+            self.telemetry.set(names.PREFILL_RATE, chunks / seconds)
+        if self._runner.profile == "reference":
+            return
+        if rows < MIN_PREFILL_ROWS:
+            self._few = smooth(self._few, rows, seconds)
+        else:
+            self._many = smooth(self._many, rows, seconds)
 
 
 def _named(sequences: Iterable[Sequence], orders: Iterable[Order]) -> list[Sequence]:

@@ -37,7 +37,7 @@ INTEGRITY_FAILURES = Metric("integrity_failures", "counter", "idle checks that f
 STEP_SECONDS_TOTAL = Metric("step_seconds", "counter", "seconds spent in steps")
 
 PAGES_RETAINED = Metric("pages_retained", "gauge", "pages kept for later steps only")
-PREFILL_RATE = Metric("prefill_tokens_per_s", "gauge", "measured speed of prefill, smoothed")
+PREFILL_RATE = Metric("prefill_tokens_per_s", "gauge", "speed of the last step that computed a chunk")
 ROW_BUDGET = Metric("row_budget", "gauge", "rows per step at present")
 
 TABLE: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

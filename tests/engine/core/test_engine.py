@@ -3,6 +3,7 @@ tokens as alone and cold."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from magnitude_engine import api
 from magnitude_engine.engine import Engine
 from magnitude_engine.model.loader import LoadedModel
 from testkit.engine import Recorder, alone, drain, engine_config, generate, run, spoiled, submit
+from testkit.tiny import tiny_model
 
 GREEDY = api.Sampling(temperature=0.0)
 SEEDED = api.Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.4, seed=11)
@@ -340,6 +342,21 @@ def test_steps_count_up_while_there_is_work(model: LoadedModel) -> None:
     run(engine, generate(LONG), between=lambda: counted.append(engine.status().steps))
     assert counted == list(range(1, len(counted) + 1))
     assert engine.status().steps == counted[-1]
+
+
+@pytest.mark.parametrize(("seconds_per_step", "rows"), [(0.0001, 64), (9.0, 16)])
+def test_chunks_shrink_where_steps_are_slow(seconds_per_step: float, rows: int) -> None:
+    """With a clock that advances by reading, each step seems to take as long as said."""
+    clock = itertools.count()
+    engine = Engine(
+        tiny_model(profile="native"), engine_config(), clock=lambda: next(clock) * seconds_per_step, pages=64
+    )
+    (first,) = run(engine, generate(LONG))
+    (second,) = run(engine, generate(LONG + LONG))
+    done = [p.done for p in second.of(api.Progress)]
+    assert first.of(api.Progress)[0].done == 64
+    assert done[0] == rows
+    assert second.usage.completion_tokens == 12
 
 
 def test_events_come_in_order(model: LoadedModel) -> None:
