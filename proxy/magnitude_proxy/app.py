@@ -25,17 +25,17 @@ from magnitude_engine.errors import ConfigError
 from magnitude_proxy.access import KeyRing, server_secret
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
-from magnitude_proxy.fallback import Dispatcher
 from magnitude_proxy.health import product_version
 from magnitude_proxy.listener import admin_application, api_application, listen
-from magnitude_proxy.local import LocalRoute
-from magnitude_proxy.route import Route
+from magnitude_proxy.routing.fallback import Dispatcher
+from magnitude_proxy.routing.route import Route
 from magnitude_proxy.session import Sessions
 from magnitude_proxy.settings import check
-from magnitude_proxy.supervisor import Supervisor, worker_command, worker_socket
 from magnitude_proxy.surface import ModelSource, Surface
 from magnitude_proxy.telemetry import Telemetry, proxy_log
-from magnitude_proxy.upstream import Upstream, make_session
+from magnitude_proxy.upstream.client import Upstream, make_session
+from magnitude_proxy.worker.local import LocalRoute
+from magnitude_proxy.worker.supervisor import Supervisor, worker_command, worker_socket
 
 GRACE_S = 10.0
 LAST_WORD_S = 2.0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from magnitude_engine import api
 from magnitude_proxy.config import UpstreamConfig, WorkerConfig
 from magnitude_proxy.errors import NotFound
-from magnitude_proxy.replies import ModelReply
+from magnitude_proxy.wire.replies import ModelReply
 
 ANY = "*"
 GENERIC = ("magnitude", "default", "")

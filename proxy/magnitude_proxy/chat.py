@@ -8,15 +8,15 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy.answer import Answer
 from magnitude_proxy.catalogue import Offer
 from magnitude_proxy.errors import Unauthorized
 from magnitude_proxy.identity import identify
-from magnitude_proxy.intake import Asked, read_chat
 from magnitude_proxy.middleware import read_body
-from magnitude_proxy.route import Step
+from magnitude_proxy.routing.route import Step
 from magnitude_proxy.session import Lease
 from magnitude_proxy.surface import EXCHANGE, SURFACE
+from magnitude_proxy.wire.answer import Answer
+from magnitude_proxy.wire.intake import Asked, read_chat
 
 
 async def chat(request: web.Request) -> web.StreamResponse:

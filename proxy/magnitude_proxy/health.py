@@ -12,10 +12,10 @@ from msgspec import UNSET, UnsetType
 
 from magnitude_engine import api
 from magnitude_proxy.errors import ErrorDetail
-from magnitude_proxy.fallback import Dispatcher
-from magnitude_proxy.policy import LOCAL
-from magnitude_proxy.replies import ModelsReply
+from magnitude_proxy.routing.fallback import Dispatcher
+from magnitude_proxy.routing.policy import LOCAL
 from magnitude_proxy.surface import SURFACE, Surface
+from magnitude_proxy.wire.replies import ModelsReply
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

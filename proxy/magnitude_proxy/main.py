@@ -20,8 +20,8 @@ from magnitude_engine.config import EngineConfig, default_data_dir
 from magnitude_engine.errors import ConfigError, MagnitudeError
 from magnitude_proxy import settings
 from magnitude_proxy.config import ProxyConfig
-from magnitude_proxy.progress import Bar
-from magnitude_proxy.pull import KNOWN, ResolvedModel, known_model, pull, resolve_model
+from magnitude_proxy.setup.progress import Bar
+from magnitude_proxy.setup.pull import KNOWN, ResolvedModel, known_model, pull, resolve_model
 
 ENGINE_MODULE = "magnitude_engine.main"
 _UNNAMED = EngineConfig(model_path="").model_name
@@ -122,7 +122,7 @@ def _pull(options: argparse.Namespace) -> int:
 
 
 def _doctor(config: ProxyConfig, as_json: bool) -> int:
-    from magnitude_proxy import doctor
+    from magnitude_proxy.setup import doctor
 
     report = doctor.examine(config)
     sys.stdout.write(doctor.to_json(report) if as_json else doctor.to_table(report))

@@ -16,7 +16,7 @@ from magnitude_engine import api
 from magnitude_proxy.access import KeyRing, Tenant
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
-from magnitude_proxy.fallback import Dispatcher
+from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.session import Sessions
 from magnitude_proxy.telemetry import Telemetry
 

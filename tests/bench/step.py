@@ -1,6 +1,6 @@
 """Milliseconds of one step by context and rows, and of prefill per token.
 
-python tests/bench/step.py --model PATH [--profile packed|reference|native|naive] [--threads N] [--rounds N]
+python tests/bench/step.py --model PATH [--profile packed|reference|native|naive] [--threads N] [--cpu-time]
 
 `naive` is the baseline: float32 weights, one operation after another as a tutorial would write them. Each figure is
 the best of some rounds, because other work on the machine can only slow a step down. Log what matters in log.md.
@@ -102,14 +102,14 @@ class Naive:
         return x * self._rotary.cosine[positions] + x.roll(half, -1) * self._rotary.sine[positions]
 
 
-def best(function: Callable[[], object], rounds: int) -> float:
-    """Returns the least milliseconds of a call."""
+def best(function: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
+    """Returns the least milliseconds of a call by `clock`."""
     function()
     least = float("inf")
     for _ in range(rounds):
-        began = time.perf_counter()
+        began = clock()
         function()
-        least = min(least, time.perf_counter() - began)
+        least = min(least, clock() - began)
     return least * 1000
 
 
@@ -127,24 +127,27 @@ def main() -> None:
     parser.add_argument("--profile", default="packed", choices=["packed", "reference", "native", "naive"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--cpu-time", action="store_true", help="processor time; for one thread on a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     subject = Naive(options.model) if options.profile == "naive" else Engine(options.model, options.profile)
     machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
     print(f"{subject.name}; {machine}, {options.threads} threads, load {os.getloadavg()[0]:.1f}")
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    unit = "processor ms" if options.cpu_time else "ms"
 
-    def cells(sequences: Callable[[int], tuple[int, int]]) -> list[list[str]]:
-        return [
-            [str(c), *(f"{best(lambda c=c, n=n: subject.step(c, *sequences(n)), options.rounds):.1f}" for n in ROWS)]
-            for c in CONTEXTS
-        ]
+    def timed(context: int, rows: int, sequences: int, rounds: int) -> float:
+        return best(lambda: subject.step(context, rows, sequences), rounds, clock)
 
-    table("ms per step, rows of one sequence", ["context", *map(str, ROWS)], cells(lambda n: (n, 1)))
-    table("ms per step, one row of each of n sequences", ["context", *map(str, ROWS)], cells(lambda n: (1, n)))
-    prefill = [(c, best(lambda c=c: subject.step(c, PREFILL), max(2, options.rounds // 4))) for c in (256, 2048, 4096)]
+    def cells(parts: Callable[[int], tuple[int, int]]) -> list[list[str]]:
+        return [[str(c), *(f"{timed(c, *parts(n), options.rounds):.1f}" for n in ROWS)] for c in CONTEXTS]
+
+    table(f"{unit} per step, rows of one sequence", ["context", *map(str, ROWS)], cells(lambda n: (n, 1)))
+    table(f"{unit} per step, one row of each of n sequences", ["context", *map(str, ROWS)], cells(lambda n: (1, n)))
+    prefill = [(c, timed(c, PREFILL, 1, max(2, options.rounds // 4))) for c in (256, 2048, 4096)]
     table(
         f"prefill, a chunk of {PREFILL}",
-        ["context after", "ms", "tokens/s"],
+        ["context after", unit, "tokens/s"],
         [[str(c), f"{ms:.0f}", f"{PREFILL / ms * 1000:.0f}"] for c, ms in prefill],
     )
 

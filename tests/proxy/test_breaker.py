@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magnitude_proxy.breaker import Breaker, RetryBudget
+from magnitude_proxy.routing.breaker import Breaker, RetryBudget
 from testkit.clock import ManualClock
 
 

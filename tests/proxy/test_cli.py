@@ -11,7 +11,7 @@ import pytest
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy import main as cli
 from magnitude_proxy.config import ProxyConfig, WorkerConfig
-from magnitude_proxy.pull import ResolvedModel
+from magnitude_proxy.setup.pull import ResolvedModel
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

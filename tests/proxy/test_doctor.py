@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from magnitude_engine.config import EngineConfig
-from magnitude_proxy import doctor, hardware
 from magnitude_proxy.config import ListenConfig, ProxyConfig, StoreConfig, UpstreamConfig, WorkerConfig
-from magnitude_proxy.doctor import Finding, Report
-from magnitude_proxy.hardware import Machine, Torch
+from magnitude_proxy.setup import doctor, hardware
+from magnitude_proxy.setup.doctor import Finding, Report
+from magnitude_proxy.setup.hardware import Machine, Torch
 from testkit.server import Reply, ScriptedServer, scripted
 
 CPUINFO = """processor\t: 0

@@ -13,8 +13,8 @@ import pytest
 
 from magnitude_engine import api
 from magnitude_proxy.config import DeadlineConfig, RetryConfig, TelemetryConfig
-from magnitude_proxy.fallback import Dispatcher
-from magnitude_proxy.route import Step, Taken
+from magnitude_proxy.routing.fallback import Dispatcher
+from magnitude_proxy.routing.route import Step, Taken
 from magnitude_proxy.telemetry import Telemetry
 from testkit.clock import virtual
 from testkit.routes import (

@@ -11,10 +11,10 @@ import pytest
 
 from magnitude_engine import api
 from magnitude_proxy.config import TelemetryConfig
-from magnitude_proxy.inbox import Inbox, merge
-from magnitude_proxy.local import LocalRoute, Pulse
-from magnitude_proxy.route import Step
+from magnitude_proxy.routing.route import Step
 from magnitude_proxy.telemetry import Telemetry
+from magnitude_proxy.worker.inbox import Inbox, merge
+from magnitude_proxy.worker.local import LocalRoute, Pulse
 from testkit.clock import ManualClock
 from testkit.scripted_worker import CARD, ScriptedWorker
 

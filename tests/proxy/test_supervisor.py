@@ -18,9 +18,10 @@ import pytest
 from magnitude_engine import api
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy.config import TelemetryConfig, WorkerConfig
-from magnitude_proxy.local import LocalRoute, Pulse
-from magnitude_proxy.route import Step
-from magnitude_proxy.supervisor import (
+from magnitude_proxy.routing.route import Step
+from magnitude_proxy.telemetry import Telemetry
+from magnitude_proxy.worker.local import LocalRoute, Pulse
+from magnitude_proxy.worker.supervisor import (
     EXIT_REFUSED,
     HEALTHY_S,
     RESTART_FIRST_S,
@@ -32,7 +33,6 @@ from magnitude_proxy.supervisor import (
     worker_command,
     worker_socket,
 )
-from magnitude_proxy.telemetry import Telemetry
 from testkit import supervised
 from testkit.model import smollm2_path
 from testkit.supervised import Supervised, running

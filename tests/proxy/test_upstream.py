@@ -17,10 +17,10 @@ from magnitude_engine import api
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy import errors
 from magnitude_proxy.config import DeadlineConfig, RetryConfig, TelemetryConfig, UpstreamConfig
-from magnitude_proxy.fallback import Dispatcher
-from magnitude_proxy.route import Step, Taken
+from magnitude_proxy.routing.fallback import Dispatcher
+from magnitude_proxy.routing.route import Step, Taken
 from magnitude_proxy.telemetry import Telemetry
-from magnitude_proxy.upstream import Upstream, make_session
+from magnitude_proxy.upstream.client import Upstream, make_session
 from testkit.routes import ScriptedRoute, delta, failed, make_step, started
 from testkit.upstream import (
     HANG,
@@ -194,7 +194,7 @@ async def test_unusable_key_files_stop_the_start(tmp_path: Path, content: str | 
 
 
 async def test_connections_are_kept_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("magnitude_proxy.upstream._DRAIN_S", 10.0)
+    monkeypatch.setattr("magnitude_proxy.upstream.client._DRAIN_S", 10.0)
     ending = chunked(sse(chunk("a"))) + chunked(END)
     stream_head = head(200, "Content-Type: text/event-stream", "Transfer-Encoding: chunked")
     async with ScriptedServer([[stream_head, ending, Pause(0.01), chunked(b""), KEEP]]) as server:
@@ -362,7 +362,7 @@ async def test_a_whole_answer_to_a_stream_request() -> None:
 
 
 async def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("magnitude_proxy.upstream.ANSWER_LIMIT", 100_000)
+    monkeypatch.setattr("magnitude_proxy.upstream.client.ANSWER_LIMIT", 100_000)
     failure = failure_of(await play([head(200), *[b"x" * 50_000] * 20], step=make_step(stream=False)))
     assert failure.code == "upstream_too_large"
 

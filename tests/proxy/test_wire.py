@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from magnitude_engine import api
 from magnitude_proxy.errors import BadRequest, NotFound, ProxyError
-from magnitude_proxy.intake import Asked, read_chat, read_completion
-from magnitude_proxy.render import ChatBody, ChatChunks, Head, TextBody, TextChunks
-from magnitude_proxy.replies import ModelReply, ModelsReply, RouteNote
-from magnitude_proxy.wire import MAX_DEPTH, decode_json
+from magnitude_proxy.wire.intake import Asked, read_chat, read_completion
+from magnitude_proxy.wire.render import ChatBody, ChatChunks, Head, TextBody, TextChunks
+from magnitude_proxy.wire.replies import ModelReply, ModelsReply, RouteNote
+from magnitude_proxy.wire.requests import MAX_DEPTH, decode_json
 from testkit import wire
 
 USER = {"role": "user", "content": "Hi"}

@@ -24,9 +24,9 @@ from magnitude_proxy.config import (
     UpstreamConfig,
     WorkerConfig,
 )
-from magnitude_proxy.fallback import Dispatcher
 from magnitude_proxy.listener import admin_application, api_application, listen
-from magnitude_proxy.route import Route
+from magnitude_proxy.routing.fallback import Dispatcher
+from magnitude_proxy.routing.route import Route
 from magnitude_proxy.session import Sessions
 from magnitude_proxy.surface import Surface
 from magnitude_proxy.telemetry import Telemetry

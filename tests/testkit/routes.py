@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from magnitude_engine import api
-from magnitude_proxy.route import Kind, Step
+from magnitude_proxy.routing.route import Kind, Step
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from magnitude_engine import api
 from magnitude_proxy.config import TelemetryConfig, WorkerConfig
-from magnitude_proxy.local import LocalRoute
-from magnitude_proxy.route import Step
-from magnitude_proxy.supervisor import Supervisor
+from magnitude_proxy.routing.route import Step
 from magnitude_proxy.telemetry import Telemetry
+from magnitude_proxy.worker.local import LocalRoute
+from magnitude_proxy.worker.supervisor import Supervisor
 from testkit import scripted_worker
 
 

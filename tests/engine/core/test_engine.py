@@ -157,6 +157,14 @@ def test_more_choices_than_seats(model: LoadedModel) -> None:
     assert [answer.ids(c) for c in range(6)] == [expected.ids(c) for c in range(6)]
 
 
+def test_choices_that_end_before_they_get_a_seat(model: LoadedModel) -> None:
+    engine = small(model, max_batch_size=1)
+    request = generate(LONG, n=3, sampling=SEEDED, max_tokens=1)
+    (answer,) = run(engine, request)
+    assert [answer.ids(c) for c in range(3)] == [alone(model, request).ids(c) for c in range(3)]
+    assert (engine.status().running, engine.status().waiting, engine.status().pages_free) == (0, 0, 64)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_preempted_for_lack_of_pages(model: LoadedModel, sampling: api.Sampling) -> None:
     engine = small(model, pages=5)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from magnitude_engine import api
-from magnitude_proxy.route import Step, Taken
+from magnitude_proxy.routing.route import Step, Taken
 
 LOCAL = "local"
 MAX_RESTARTS = 3

@@ -13,7 +13,7 @@ import msgspec
 
 from magnitude_engine import api
 from magnitude_proxy.config import UpstreamConfig
-from magnitude_proxy.route import Step
+from magnitude_proxy.routing.route import Step
 
 # OpenAI's own value for a token without a known log-probability, such as the first token of an echoed prompt.
 UNKNOWN_LOGPROB = -9999.0

@@ -21,10 +21,10 @@ from typing import Literal
 import httpx
 import msgspec
 
-from magnitude_proxy import hardware
 from magnitude_proxy.config import ProxyConfig, StoreConfig, UpstreamConfig
-from magnitude_proxy.hardware import Machine, Torch
-from magnitude_proxy.pull import is_verified, known_model, model_file
+from magnitude_proxy.setup import hardware
+from magnitude_proxy.setup.hardware import Machine, Torch
+from magnitude_proxy.setup.pull import is_verified, known_model, model_file
 from magnitude_proxy.store.embedded import StoreUnavailable, find_binary
 
 Level = Literal["ok", "slow", "missing"]

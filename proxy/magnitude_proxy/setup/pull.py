@@ -22,8 +22,8 @@ from typing import IO, NamedTuple
 import msgspec
 
 from magnitude_engine.errors import ConfigError, ModelNotFound
-from magnitude_proxy.progress import Progress
-from magnitude_proxy.wheel import Wheel, take
+from magnitude_proxy.setup.progress import Progress
+from magnitude_proxy.setup.wheel import Wheel, take
 
 LOCK_POLL_S = 0.2
 CHUNK = 1024 * 1024

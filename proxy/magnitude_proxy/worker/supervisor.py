@@ -27,8 +27,8 @@ import msgspec
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy import process
 from magnitude_proxy.config import WorkerConfig
-from magnitude_proxy.local import Pulse
 from magnitude_proxy.telemetry import WORKER_HANGS, WORKER_STARTS, Telemetry, worker_log
+from magnitude_proxy.worker.local import Pulse
 
 Verdict = Literal["fine", "hung", "not_ready"]
 

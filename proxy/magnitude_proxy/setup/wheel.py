@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from magnitude_engine.errors import ModelNotFound
 from magnitude_proxy import process
-from magnitude_proxy.progress import Progress
+from magnitude_proxy.setup.progress import Progress
 
 POLL_S = 0.1
 

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from magnitude_engine import api
 from magnitude_proxy.errors import Unavailable
-from magnitude_proxy.replies import (
+from magnitude_proxy.wire.replies import (
     ChatChoice,
     ChatChunk,
     ChatReply,

@@ -20,13 +20,13 @@ from aiohttp import web
 from magnitude_engine import api
 from magnitude_proxy import sse
 from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
-from magnitude_proxy.intake import Asked
-from magnitude_proxy.render import Body, ChatBody, ChatChunks, Chunks, Head, TextBody, TextChunks, is_content
-from magnitude_proxy.replies import RouteNote
-from magnitude_proxy.route import Kind, Taken
+from magnitude_proxy.routing.route import Kind, Taken
 from magnitude_proxy.session import Lease, StepOutcome
 from magnitude_proxy.surface import Exchange, Surface
 from magnitude_proxy.telemetry import CACHED_TOKENS, COMPLETION_TOKENS, FIRST_TOKEN_SECONDS, PROMPT_TOKENS, proxy_log
+from magnitude_proxy.wire.intake import Asked
+from magnitude_proxy.wire.render import Body, ChatBody, ChatChunks, Chunks, Head, TextBody, TextChunks, is_content
+from magnitude_proxy.wire.replies import RouteNote
 
 Events = AsyncGenerator[Taken | api.AnswerEvent, None]
 Item = Taken | api.AnswerEvent

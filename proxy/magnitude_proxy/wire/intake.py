@@ -14,11 +14,11 @@ import msgspec
 
 from magnitude_engine import api
 from magnitude_engine.config import AgentRuntimeConfig
-from magnitude_proxy.conversation import read_choice, read_messages, read_tools
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.identity import IdentityHints
-from magnitude_proxy.route import Kind
-from magnitude_proxy.wire import (
+from magnitude_proxy.routing.route import Kind
+from magnitude_proxy.wire.conversation import read_choice, read_messages, read_tools
+from magnitude_proxy.wire.requests import (
     MAX_PROMPTS,
     ChatRequest,
     Common,

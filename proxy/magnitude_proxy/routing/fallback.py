@@ -15,11 +15,12 @@ from contextlib import aclosing
 import msgspec
 
 from magnitude_engine import api
-from magnitude_proxy import policy
-from magnitude_proxy.breaker import Breaker, RetryBudget, Ticket
 from magnitude_proxy.config import DeadlineConfig, RetryConfig
-from magnitude_proxy.policy import LOCAL, CallState, Fail, RouteView, Snapshot, Take, Tried, Wait
-from magnitude_proxy.route import Route, Step, Taken
+from magnitude_proxy.routing import policy
+from magnitude_proxy.routing.breaker import Breaker, RetryBudget, Ticket
+from magnitude_proxy.routing.policy import LOCAL, CallState, Fail, RouteView, Snapshot, Take, Tried, Wait
+from magnitude_proxy.routing.route import Route, Step, Taken
+from magnitude_proxy.routing.transcript import Transcript
 from magnitude_proxy.telemetry import (
     BREAKER_OPENED,
     FALLBACKS,
@@ -29,7 +30,6 @@ from magnitude_proxy.telemetry import (
     Telemetry,
     proxy_log,
 )
-from magnitude_proxy.transcript import Transcript
 
 RESTART_POLL_S = 0.05
 

@@ -28,13 +28,13 @@ import msgspec
 
 from magnitude_engine import api
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy import policy
 from magnitude_proxy.config import UpstreamConfig
-from magnitude_proxy.route import Step
+from magnitude_proxy.routing import policy
+from magnitude_proxy.routing.route import Step
 from magnitude_proxy.sse import DONE_DATA, EventParser, OversizedEvent
 from magnitude_proxy.telemetry import SPAN_ATTEMPT, Telemetry
-from magnitude_proxy.upstream_errors import Trouble, connection_trouble, retry_after_s, status_trouble
-from magnitude_proxy.upstream_wire import (
+from magnitude_proxy.upstream.errors import Trouble, connection_trouble, retry_after_s, status_trouble
+from magnitude_proxy.upstream.wire import (
     Tally,
     WireAnswer,
     answer_decoder,

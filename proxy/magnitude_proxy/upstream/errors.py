@@ -10,8 +10,8 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 
 from magnitude_engine import api
-from magnitude_proxy import policy
-from magnitude_proxy.upstream_wire import WireError
+from magnitude_proxy.routing import policy
+from magnitude_proxy.upstream.wire import WireError
 
 MESSAGE_LIMIT = 2000
 LONGEST_PAUSE_S = 3600.0

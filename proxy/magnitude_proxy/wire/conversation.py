@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from magnitude_engine import api
 from magnitude_proxy.errors import BadRequest
-from magnitude_proxy.wire import ChatRequest, ContentPart, WireMessage, WireTool
+from magnitude_proxy.wire.requests import ChatRequest, ContentPart, WireMessage, WireTool
 
 _PARTS = ("text", "refusal", "image_url", "input_audio", "file")
 

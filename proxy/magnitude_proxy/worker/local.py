@@ -19,9 +19,9 @@ from typing import NamedTuple
 import msgspec
 
 from magnitude_engine import api
-from magnitude_proxy.inbox import Inbox
-from magnitude_proxy.route import Step
+from magnitude_proxy.routing.route import Step
 from magnitude_proxy.telemetry import FRAMES_FENCED, WORKER_UP, WORKER_VALUE, Telemetry, worker_log
+from magnitude_proxy.worker.inbox import Inbox
 
 ATTEMPTS = 1000
 WELCOME_S = 10.0
