@@ -188,7 +188,8 @@ class Stepper:
         self._waiting.remove(sequence)
         self._running.append(sequence)
         if not job.started:
-            self._begin(job, sequence.lease.reused)
+            # Of a resumed answer's tokens, some that were generated may be cached too; they are not the prompt's.
+            self._begin(job, min(sequence.lease.reused, len(job.prepared.prompt)))
 
     def _plan(self) -> list[Work]:
         """Returns what is computed in this step; leases have pages for it."""
@@ -263,7 +264,7 @@ class Stepper:
             job.answer.delta(sequence.choice, shown)
         if sequence.finish is not None:
             job.answer.finished(sequence.choice, sequence.finish)
-            self._retire(sequence)
+            self._leave(sequence)
             self._complete_if_done(job)
         elif job.answer.broken:
             self.cancel(job.key)
@@ -315,11 +316,15 @@ class Stepper:
     def _drop(self, job: Job) -> None:
         """Forgets a job; what its choices computed is retained."""
         for sequence in job.sequences:
-            self._retire(sequence)
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
+            self._leave(sequence)
         del self._jobs[job.sequences[0].order.arrival]
         self._ended(job)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is."""
+        self._retire(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         """Takes a running sequence's pages and retains them."""
