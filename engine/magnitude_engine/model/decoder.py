@@ -9,6 +9,7 @@ residual stream is float32 in every profile; a lane's dtype is that of its matri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -71,10 +72,13 @@ class Lanes(Protocol):
 
 
 class Pointwise(Protocol):
-    """The row-wise functions of a layer, all float32 in and out."""
+    """The row-wise functions of a layer."""
+
+    def prepared(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns a norm's weight in the form that `norm` takes."""
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns h / sqrt(mean(h²) + epsilon) * weight for [rows, hidden]."""
+        """Returns h / sqrt(mean(h²) + epsilon) * weight for float32 [rows, hidden] and a prepared weight."""
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Returns silu(gate) * up for [rows, 2 * ffn]."""
@@ -82,16 +86,27 @@ class Pointwise(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FastPointwise:
-    """Few operations per call, any dtype for `gate`."""
+    """As few operations as there can be: at one row, each costs more to start than to run.
 
-    epsilon: float
+    With n columns, sqrt(mean(h²) + epsilon) is hypot(|h|, floor) / sqrt(n), where floor = sqrt(n * epsilon);
+    the weight takes up the sqrt(n).
+    """
+
+    floor: torch.Tensor
+
+    @classmethod
+    def build(cls, config: LlamaConfig, device: torch.device) -> FastPointwise:
+        """Returns the functions for a model."""
+        return cls(torch.tensor(math.sqrt(config.hidden * config.epsilon), device=device))
+
+    def prepared(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the weight times the root of its length."""
+        return weight * math.sqrt(weight.shape[0])
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the normalised rows; the root of the mean square is |h| / sqrt(hidden)."""
-        width = h.shape[-1]
-        length: torch.Tensor = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
-        scale = length.square_().div_(width).add_(self.epsilon).rsqrt_()
-        return (h * scale).mul_(weight)
+        """Returns the normalised rows."""
+        length = torch.hypot(torch.linalg.vector_norm(h, dim=-1, keepdim=True), self.floor)
+        return h.div(length).mul_(weight)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Returns the gated rows."""
@@ -108,6 +123,10 @@ class FixedPointwise:
     """
 
     epsilon: float
+
+    def prepared(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the weight as it is."""
+        return weight
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Returns the normalised rows."""
@@ -178,7 +197,7 @@ class Decoder:
         h = self.embedding(batch.ids)
         for index, (linears, norms) in enumerate(zip(lane.layers, self.norms, strict=True)):
             qkv = linears.qkv(self.pointwise.norm(h, norms.attention).to(lane.dtype))
-            q = self._store(qkv.float(), turn, batch.slots, (cache.keys[index], cache.values[index]))
+            q = self._store(qkv, turn, batch.slots, (cache.keys[index], cache.values[index]))
             attended = self.attention(q, cache.keys[index], cache.values[index], plan)
             h += linears.out(attended.to(lane.dtype))
             x = self.pointwise.norm(h, norms.ffn).to(lane.dtype)
@@ -201,7 +220,7 @@ class Decoder:
         """Writes keys and values at their slots; returns the rotated queries [rows, heads, head_dim]."""
         c = self.config
         heads = qkv.view(qkv.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
-        turned = turn(heads[:, : c.heads + c.kv_heads])
+        turned = turn(heads[:, : c.heads + c.kv_heads].float())
         keys, values = cache
         keys.flatten(0, 1).index_copy_(0, slots, turned[:, c.heads :].to(keys.dtype))
         values.flatten(0, 1).index_copy_(0, slots, heads[:, c.heads + c.kv_heads :].to(values.dtype))

@@ -74,8 +74,8 @@ def assemble(config: EngineConfig, source: Source, place: Placement, progress: C
     c = source.checkpoint.config
     if source.tokenizer.vocab_size > c.vocab:
         raise ModelUnsupported(
-            f"{config.model_path}: the tokenizer has {source.tokenizer.vocab_size} tokens but the model only {c.vocab}; "
-            "tokenizer and weights are of different models"
+            f"{config.model_path}: the tokenizer has {source.tokenizer.vocab_size} tokens, the model only {c.vocab}; "
+            "they are of different models, fetch them again"
         )
     spare = _check_memory(config, c, place)
     template = _template(source)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from magnitude_engine.config import PAGE_TOKENS, Profile
-from magnitude_engine.model.attention import GroupedAttention, SplitAttention
+from magnitude_engine.model.attention import Attention, GroupedAttention, SplitAttention
 from magnitude_engine.model.batch import KeyValueCache, ModelShape, StepBatch, StepOutput
 from magnitude_engine.model.decoder import (
     Decoder,
@@ -23,6 +23,7 @@ from magnitude_engine.model.decoder import (
     HeadLane,
     Lane,
     LayerNorms,
+    Pointwise,
     Rotary,
 )
 from magnitude_engine.model.gguf import Blocks
@@ -93,11 +94,17 @@ def build_decoder(
     `dense_budget` is how many bytes the packed profile may use for its dense copy; `progress` gets 0..1.
     """
     c = checkpoint.config
+    exact = profile == "reference"
+    pointwise: Pointwise = FixedPointwise(c.epsilon) if exact else FastPointwise.build(c, device)
+    attention: Attention = (
+        SplitAttention.build(c.heads, c.kv_heads) if exact else GroupedAttention(c.heads // c.kv_heads)
+    )
     norms: list[LayerNorms] = []
 
     def layer(index: int) -> LayerWeights:
         weights = checkpoint.layer(index)
-        norms.append(LayerNorms(weights.attention_norm.float().to(device), weights.ffn_norm.float().to(device)))
+        both = (pointwise.prepared(w.float()).to(device) for w in (weights.attention_norm, weights.ffn_norm))
+        norms.append(LayerNorms(*both))
         progress((index + 1) / c.layers)
         return weights
 
@@ -111,16 +118,15 @@ def build_decoder(
         lanes = single(linears, Dense(_head(checkpoint).to(dtype).to(device)), dtype, str(dtype).removeprefix("torch."))
     else:
         lanes = _packed_lanes(checkpoint, layer, dense_budget)
-    exact = profile == "reference"
     return Decoder(
         config=c,
         embedding=_embedding(checkpoint, profile, device),
         norms=tuple(norms),
-        final_norm=checkpoint.final_norm().float().to(device),
+        final_norm=pointwise.prepared(checkpoint.final_norm().float()).to(device),
         rotary=Rotary.build(c, context, checkpoint.rope_factors(), device),
         lanes=lanes,
-        pointwise=FixedPointwise(c.epsilon) if exact else FastPointwise(c.epsilon),
-        attention=SplitAttention.build(c.heads, c.kv_heads) if exact else GroupedAttention(c.heads // c.kv_heads),
+        pointwise=pointwise,
+        attention=attention,
     )
 
 
