@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
+from magnitude_proxy.answer import Answer
 from magnitude_proxy.catalogue import Offer
 from magnitude_proxy.errors import Unauthorized
 from magnitude_proxy.identity import identify
@@ -15,7 +16,6 @@ from magnitude_proxy.middleware import read_body
 from magnitude_proxy.routing.route import Step
 from magnitude_proxy.session import Lease
 from magnitude_proxy.surface import EXCHANGE, SURFACE
-from magnitude_proxy.wire.answer import Answer
 from magnitude_proxy.wire.intake import Asked, read_chat
 
 

@@ -10,12 +10,12 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
+from magnitude_proxy.answer import EVENTS_AHEAD, Answer, Events, Item, pump
 from magnitude_proxy.chat import steps, tenant_salt
 from magnitude_proxy.identity import identify
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.routing.route import Taken
 from magnitude_proxy.surface import EXCHANGE, SURFACE
-from magnitude_proxy.wire.answer import EVENTS_AHEAD, Answer, Events, Item, pump
 from magnitude_proxy.wire.intake import read_completion
 
 

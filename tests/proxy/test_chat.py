@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from magnitude_engine import api
+from magnitude_proxy import answer as answer_module
 from magnitude_proxy.config import DeadlineConfig, ProxyConfig, StoreConfig, UpstreamConfig, WorkerConfig
-from magnitude_proxy.wire import answer as answer_module
 from testkit import store, wire
 from testkit.proxy import ASK, Proxy, Reply, proxy_config, proxying, routing
 from testkit.routes import (
