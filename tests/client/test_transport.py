@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magnitude_engine._transport import SseDecoder, backoff, base_url, is_loopback, retry_after, retry_delay
+from magnitude_engine.client.transport import SseDecoder, backoff, base_url, is_loopback, retry_after, retry_delay
 from magnitude_engine.errors import ConfigError
 
 

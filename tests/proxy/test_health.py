@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from magnitude_engine._health import RuntimeHealth
+from magnitude_engine.client.health import RuntimeHealth
 from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.config import ListenConfig, ProxyConfig, RetryConfig, UpstreamConfig, WorkerConfig
 from testkit import wire

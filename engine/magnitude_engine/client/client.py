@@ -20,10 +20,10 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 import httpx
 import msgspec
 
-from magnitude_engine._answers import Collector, GenerateResult, Origin, StreamItem
-from magnitude_engine._health import RuntimeHealth, differences, other_model
-from magnitude_engine._requests import AnswerOptions, Ask, Options, encode, encode_feedback
-from magnitude_engine._transport import EventStream, Transport, base_url
+from magnitude_engine.client.answers import Collector, GenerateResult, Origin, StreamItem
+from magnitude_engine.client.health import RuntimeHealth, differences, other_model
+from magnitude_engine.client.requests import AnswerOptions, Ask, Options, encode, encode_feedback
+from magnitude_engine.client.transport import EventStream, Transport, base_url
 from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_engine.errors import ConfigError, NotReady, StatusError, StreamBroken, WrongEventLoop
 
@@ -108,7 +108,7 @@ class MagnitudeClient:
         api_key: default MAGNITUDE_API_KEY; a server without configured keys accepts any.
         config: expectations and preferences, sent with each request.
         timeout: seconds without a byte from the server before RequestTimeout.
-        max_retries: further attempts after failures that may pass (see `_transport`).
+        max_retries: further attempts after failures that may pass (see `transport`).
 
     Raises:
         ConfigError: the endpoint is not a URL, or the key cannot stand in a header.

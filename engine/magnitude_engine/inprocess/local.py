@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from magnitude_engine import api
-from magnitude_engine._answers import CalledFunction, CalledTool, GenerateResult, StreamItem
-from magnitude_engine._requests import Ask
+from magnitude_engine.client.answers import CalledFunction, CalledTool, GenerateResult, StreamItem
+from magnitude_engine.client.requests import Ask
 from magnitude_engine.errors import EngineError, FeatureUnsupported, MagnitudeError, RequestError
 
 _T = TypeVar("_T")

@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from magnitude_engine import api
-from magnitude_engine._answers import GenerateResult, StreamItem
-from magnitude_engine._local import EventCollector, to_generate
-from magnitude_engine._requests import AnswerOptions, Ask, Options, check
+from magnitude_engine.client.answers import GenerateResult, StreamItem
+from magnitude_engine.client.requests import AnswerOptions, Ask, Options, check
 from magnitude_engine.config import AgentConfig, EngineConfig, default_data_dir
 from magnitude_engine.errors import ConfigError, EngineError, ModelNotFound
+from magnitude_engine.inprocess.local import EventCollector, to_generate
 
 if TYPE_CHECKING:
     from magnitude_engine.engine import Engine
