@@ -15,7 +15,7 @@ from typing import NamedTuple
 from magnitude_engine import api
 from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
-from magnitude_engine.decode.tools import ToolCallParser, ToolFormat
+from magnitude_engine.decode.tools import ToolCallParser
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestError
 from magnitude_engine.kv.manager import CacheKey, Lease
 from magnitude_engine.model.loader import LoadedModel
@@ -282,5 +282,4 @@ def _tool_parser(prepared: PreparedRequest, choice: int, model: LoadedModel) -> 
         # Derived, not drawn, so that a resumed request gives the same call the same id.
         return "call_" + hashlib.sha256(f"{request}:{choice}:{index}".encode()).hexdigest()[:24]
 
-    written = model.prompts.tool_format
-    return ToolCallParser(ToolFormat(written.name, written.open, written.close), chat.tools, call_id)
+    return ToolCallParser(model.prompts.tool_format, chat.tools, call_id)

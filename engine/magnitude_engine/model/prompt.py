@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from magnitude_engine.api import ChatInput, Input, Message, TextInput, Tool, ToolCall
+from magnitude_engine.decode.tools import ToolFormat
 from magnitude_engine.errors import RequestError
-from magnitude_engine.model.template import HERMES, ChatTemplate, ToolFormat
+from magnitude_engine.model.template import HERMES, ChatTemplate
 from magnitude_engine.model.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)

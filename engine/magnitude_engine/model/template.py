@@ -10,26 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from magnitude_engine.api import Message, Tool, ToolCall
+from magnitude_engine.decode.tools import ToolFormat
 from magnitude_engine.errors import ModelUnsupported, RequestError
 
 _PROBE_NAME = "probe_tool_8f1c"
 _PROBE_ARGUMENTS = '{"probe": 1}'
 _PROBE_RESULT = "probe result 8f1c"
-
-
-class ToolFormat(NamedTuple):
-    """How the model writes a tool call: `{"name": …, "arguments": {…}}` between two markers."""
-
-    name: str
-    open: str
-    close: str
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
@@ -110,7 +103,7 @@ class ChatTemplate:
             text = self._apply([_record(m) for m in probe], [_definition(tool)])
         except RequestError:
             return False
-        written = f'{HERMES.open}\n{{"name": "{_PROBE_NAME}", "arguments": {_PROBE_ARGUMENTS}}}\n{HERMES.close}'
+        written = f'{HERMES.begin}\n{{"name": "{_PROBE_NAME}", "arguments": {_PROBE_ARGUMENTS}}}\n{HERMES.end}'
         return tool.name in text and written in text and _PROBE_RESULT in text
 
 
@@ -160,7 +153,7 @@ def _with_calls(message: Message) -> Message:
     if not message.tool_calls:
         return message
     written = [
-        f'{HERMES.open}\n{{"name": {_to_json(c.name)}, "arguments": {c.arguments}}}\n{HERMES.close}'
+        f'{HERMES.begin}\n{{"name": {_to_json(c.name)}, "arguments": {c.arguments}}}\n{HERMES.end}'
         for c in message.tool_calls
     ]
     return Message(role=message.role, content="\n".join([message.content, *written] if message.content else written))
