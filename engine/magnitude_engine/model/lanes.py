@@ -52,11 +52,12 @@ class LaneTable:
 
     def describe(self) -> str:
         """Returns the choice in words, for the log."""
-        layers = self.few.name if self.few is self.many else f"{self.few.name}, {self.many.name} from {self.many_from}"
-        head = self.head_few.name
-        if self.head_few is not self.head_many:
-            head += f", {self.head_many.name} from {self.head_many_from}"
-        return f"layers: {layers} rows; head: {head} rows"
+        if self.few is self.many:
+            return self.few.name
+        return (
+            f"layers {self.few.name}, {self.many.name} from {self.many_from} rows; "
+            f"head {self.head_few.name}, {self.head_many.name} from {self.head_many_from} rows"
+        )
 
 
 def stacks(layer: LayerWeights) -> tuple[tuple[Matrix, ...], ...]:

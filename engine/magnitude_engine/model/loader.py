@@ -17,9 +17,11 @@ from magnitude_engine.model import tokenizer as tokenizers
 from magnitude_engine.model.gguf import GgufFile
 from magnitude_engine.model.prompt import PromptEncoder
 from magnitude_engine.model.runner import Runner, build_decoder
+from magnitude_engine.model.safetensors import FolderLlama
 from magnitude_engine.model.template import ChatTemplate
 from magnitude_engine.model.tokenizer import Tokenizer
 from magnitude_engine.model.weights import Checkpoint, GgufLlama, LlamaConfig
+from magnitude_engine.telemetry import worker_log
 
 MIB = 1024 * 1024
 
@@ -92,6 +94,7 @@ def assemble(config: EngineConfig, source: Source, place: Placement, progress: C
         path=config.model_path,
     )
     runner = Runner(decoder, place.profile, place.context, place.device)
+    worker_log.info("model %s, profile %s on %s: %s", card.name, card.profile, place.device.type, runner.lanes)
     return LoadedModel(runner, source.tokenizer, PromptEncoder(source.tokenizer, template), card)
 
 
@@ -103,11 +106,14 @@ def parameter_count(config: LlamaConfig) -> int:
 
 
 def _open(path: Path) -> Source:
-    """Opens a GGUF file."""
+    """Opens a GGUF file or a folder of safetensors."""
     if not path.exists():
-        raise ModelNotFound(f"no model at {path}; run `magnitude pull smollm2`, or give the path of a GGUF file")
-    if not path.is_file():
-        raise ModelUnsupported(f"{path} is not a file; give the path of a GGUF file")
+        raise ModelNotFound(
+            f"no model at {path}; run `magnitude pull smollm2`, or give the path of a GGUF file or a model folder"
+        )
+    if path.is_dir():
+        folder = FolderLlama(path)
+        return Source(folder, folder.tokenizer(), folder.template(), folder.fingerprint())
     file = GgufFile.open(path)
     return Source(
         GgufLlama(file), tokenizers.from_gguf(file), file.text("tokenizer.chat_template", ""), file.fingerprint()
@@ -119,8 +125,7 @@ def _template(source: Source) -> ChatTemplate:
     if not source.template:
         raise ModelUnsupported("the model has no chat template; use an instruction-tuned model")
     tokenizer = source.tokenizer
-    end = min(tokenizer.eos_ids, default=None)
-    names = {"bos_token": tokenizer.bos_id, "eos_token": end}
+    names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     special = {name: "" if token is None else tokenizer.token_text(token) for name, token in names.items()}
     return ChatTemplate(source.template, special, clock=datetime.now)
 

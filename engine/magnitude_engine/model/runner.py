@@ -38,7 +38,7 @@ from magnitude_engine.model.lanes import (
     tiled_linears,
 )
 from magnitude_engine.model.linear import Dense, Tiled, quantise_rows
-from magnitude_engine.model.weights import Checkpoint, LayerWeights, LlamaConfig, dense
+from magnitude_engine.model.weights import Checkpoint, LayerWeights, dense
 
 CPU = torch.device("cpu")
 
@@ -73,12 +73,6 @@ class Runner:
         """Computes one step: writes its keys and values, returns the wanted rows' logits."""
         with torch.inference_mode():
             return self._decoder.forward(batch, cache)
-
-
-def page_bytes(config: LlamaConfig, profile: Profile) -> int:
-    """Returns the bytes of one page of keys and values over all layers."""
-    size = 4 if profile == "reference" else 2
-    return 2 * config.layers * config.kv_heads * config.head_dim * PAGE_TOKENS * size
 
 
 def build_decoder(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +31,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class SpecialTokens(NamedTuple):
-    """The ids with a meaning of their own."""
+    """The ids with a meaning of their own; `eos_id` is the one that templates name."""
 
     special_ids: frozenset[int]
     eos_ids: frozenset[int]
     bos_id: int | None
+    eos_id: int | None = None
 
 
 class Tokenizer:
@@ -42,7 +44,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: ids are 0..vocab_size-1; the model's logits may have more columns.
-        eos_ids: ids that end an answer.
+        eos_ids: ids that end an answer; `eos_id` is the one that templates name.
         special_ids: control tokens, never made from ordinary text.
         fingerprint: SHA-256 (hex) of everything that decides ids.
         backend: the library's tokenizer, for those who need its JSON form.
@@ -53,6 +55,7 @@ class Tokenizer:
         self.backend = backend
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = special.eos_ids
+        self.eos_id = special.eos_id
         self.bos_id = special.bos_id
         self.special_ids = special.special_ids
         self.special_texts: dict[str, int] = {
@@ -126,14 +129,15 @@ def from_gguf(file: GgufFile) -> Tokenizer:
         [AddedToken(tokens[t], normalized=False) for t, kind in enumerate(types) if kind == _USER_DEFINED]
     )
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    declared = {file.integer(key) for key in keys if key in file.metadata}
-    eos = frozenset(declared | {t for t in special if tokens[t] in _END_NAMES})
+    declared = [file.integer(key) for key in keys if key in file.metadata]
+    eos = frozenset({*declared} | {t for t in special if tokens[t] in _END_NAMES})
     bos = file.integer("tokenizer.ggml.bos_token_id") if "tokenizer.ggml.bos_token_id" in file.metadata else None
-    return Tokenizer(backend, SpecialTokens(frozenset(special) | eos, eos, bos), byte_level=True)
+    end = declared[0] if declared else None
+    return Tokenizer(backend, SpecialTokens(frozenset(special) | eos, eos, bos, end), byte_level=True)
 
 
-def from_json(path: Path, eos_ids: frozenset[int], bos_id: int | None) -> Tokenizer:
-    """Builds the tokenizer of a tokenizer.json.
+def from_json(path: Path, ends: Sequence[int], bos_id: int | None, eos_text: str | None = None) -> Tokenizer:
+    """Builds the tokenizer of a tokenizer.json; `ends` are the ids that end an answer, `eos_text` its usual end.
 
     Raises:
         ModelUnsupported: unreadable, or neither byte-level nor with byte fallback.
@@ -150,9 +154,11 @@ def from_json(path: Path, eos_ids: frozenset[int], bos_id: int | None) -> Tokeni
     backend.no_padding()
     backend.no_truncation()
     added = {t: entry for t, entry in backend.get_added_tokens_decoder().items() if entry.special}
-    special = frozenset(added) | eos_ids
-    ends = eos_ids | {t for t, entry in added.items() if entry.content in _END_NAMES}
-    return Tokenizer(backend, SpecialTokens(special, ends, bos_id), byte_level)
+    special = frozenset(added) | {*ends}
+    all_ends = frozenset({*ends} | {t for t, entry in added.items() if entry.content in _END_NAMES})
+    named = None if eos_text is None else backend.token_to_id(eos_text)
+    end = named if named is not None else next(iter(ends), None)
+    return Tokenizer(backend, SpecialTokens(special, all_ends, bos_id, end), byte_level)
 
 
 class _Model(msgspec.Struct):

@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from magnitude_engine.api import ChatInput, Message
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.errors import ConfigError, ModelDoesNotFit, ModelNotFound, ModelUnsupported
+from magnitude_engine.model.gguf import GgufFile
 from magnitude_engine.model.loader import available_memory, load_model
-from magnitude_engine.model.weights import GgufLlama
-from testkit.tiny import TINY_VOCAB, tiny_model, tiny_tokenizer
+from magnitude_engine.model.safetensors import FolderLlama
+from magnitude_engine.model.weights import GgufLlama, LlamaConfig
+from testkit.steps import Walk, in_chunks
+from testkit.tiny import CHATML, TINY_VOCAB, RandomLlama, tiny_model, tiny_tokenizer
 
 TOKENS, _ = zip(*sorted(tiny_tokenizer().backend.get_vocab().items(), key=lambda item: item[1]), strict=True)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 2, 16, 96
@@ -86,8 +91,6 @@ def test_every_weight_type_loads_in_every_profile(kind: str, tmp_path: Path) -> 
 
 
 def test_rotary_pairs_are_put_back(tmp_path: Path) -> None:
-    from magnitude_engine.model.gguf import GgufFile
-
     write_model(tmp_path / "m.gguf", "F32")
     file = GgufFile.open(tmp_path / "m.gguf")
     stored = file.dense("blk.0.attn_q.weight", (HEADS * HEAD_DIM, HIDDEN))
@@ -155,3 +158,96 @@ def test_the_tiny_model_is_itself_every_time() -> None:
     assert tiny_model(seed=3).card == tiny_model(seed=3).card
     with pytest.raises(ValueError, match="at least"):
         tiny_model(vocab_size=10)
+
+
+def write_folder(folder: Path, checkpoint: RandomLlama, **changes: Any) -> EngineConfig:
+    """Writes a random model as Hugging Face would, in two shards."""
+    c = checkpoint.config
+    tensors = {"model.embed_tokens.weight": checkpoint.embedding(), "model.norm.weight": checkpoint.final_norm()}
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    ffn = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names = ("input_layernorm", *attention, "post_attention_layernorm", *ffn)
+    shards = [tensors, {}]
+    for index in range(c.layers):
+        for name, weight in zip(names, checkpoint.layer(index), strict=True):
+            shards[index % 2][f"model.layers.{index}.{name}.weight"] = torch.as_tensor(weight).contiguous()
+    for index, shard in enumerate(shards):
+        save_file(shard, folder / f"model-{index}.safetensors")
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": c.hidden,
+        "intermediate_size": c.ffn,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "vocab_size": c.vocab,
+        "rms_norm_eps": c.epsilon,
+        "max_position_embeddings": c.context,
+        "rope_theta": c.rope_base,
+        "tie_word_embeddings": True,
+        "eos_token_id": [2],
+        "bos_token_id": 1,
+        "dtype": "float32",
+    }
+    (folder / "config.json").write_bytes(msgspec.json.encode({**described, **changes}))
+    (folder / "tokenizer.json").write_text(tiny_tokenizer().backend.to_str(), "utf-8")
+    (folder / "tokenizer_config.json").write_bytes(
+        msgspec.json.encode({"chat_template": CHATML, "eos_token": {"content": "<|im_end|>"}})
+    )
+    return EngineConfig(model_path=str(folder), profile="reference", kv_memory_mb=1)
+
+
+def tiny_config() -> LlamaConfig:
+    return LlamaConfig(2, 4, 2, 8, 32, 64, TINY_VOCAB, 2048, 1e-5, 10_000.0)
+
+
+def test_a_folder_computes_what_its_weights_say(tmp_path: Path) -> None:
+    model = load_model(write_folder(tmp_path, RandomLlama(tiny_config(), 0, torch.float32)))
+    expected = tiny_model()
+    ids = list(range(10, 40))
+    found, same = (in_chunks(m.runner, m.runner.allocate_cache(2), Walk(ids, (0, 1)), [30]) for m in (model, expected))
+    assert torch.equal(found, same)
+    chat = ChatInput(messages=(Message(role="user", content="the tool"),))
+    assert model.prompts.encode(chat) == expected.prompts.encode(chat)
+    assert model.tokenizer.eos_id == 2
+
+
+def test_llama_3_scaling_keeps_fast_frequencies_and_divides_slow_ones(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    write_folder(tmp_path, RandomLlama(tiny_config(), 0, torch.float32), rope_scaling=scaling)
+    factors = FolderLlama(tmp_path).rope_factors()
+    assert factors is not None
+    # Turns within 64 positions: 10.2, 1.02, 0.102, 0.0102: kept, almost divided, divided, divided.
+    assert factors[0] == 1
+    assert 7 < factors[1] < 8
+    assert factors[2:].tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn'"),
+        ({"attention_bias": True}, "a bias"),
+        ({"num_key_value_heads": 3}, "4 query heads over 3"),
+        ({"hidden_size": "wide"}, r"config\.json cannot be used: .*hidden_size"),
+        ({"num_hidden_layers": 3}, r"no tensor model\.layers\.2"),
+        ({"intermediate_size": 65}, r"expected floating point \(65, 32\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_folder_lacks_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = write_folder(tmp_path, RandomLlama(tiny_config(), 0, torch.float32), **changes)
+    with pytest.raises(ModelUnsupported, match=message):
+        load_model(config)
+
+
+def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=r"config\.json is missing"):
+        load_model(EngineConfig(model_path=str(tmp_path)))
