@@ -15,7 +15,7 @@ from testkit.model import smollm2_path
 from testkit.worker_client import WorkerClient
 from testkit.worker_process import WorkerProcess, config, worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TOKENS = 200
 QUESTIONS = (
