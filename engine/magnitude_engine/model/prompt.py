@@ -97,9 +97,12 @@ class PromptEncoder:
     def _chat(self, chat: ChatInput) -> tuple[int, ...]:
         if not chat.messages:
             raise RequestError("messages must hold at least one message", param="messages")
-        mark = _unused_character(_strings(chat.messages, chat.tools))
-        messages = [self._breaker.message(m, mark) for m in chat.messages]
-        rendered = self._template.render(messages, [self._breaker.tool(t, mark) for t in chat.tools])
+        try:
+            mark = _unused_character(_strings(chat.messages, chat.tools))
+            messages = [self._breaker.message(m, mark) for m in chat.messages]
+            rendered = self._template.render(messages, [self._breaker.tool(t, mark) for t in chat.tools])
+        except RecursionError:
+            raise RequestError("tools hold a schema that nests too deeply; flatten it", param="tools") from None
         ids: list[int] = []
         at = 0
         for match in self._tokenizer.special_pattern.finditer(rendered):

@@ -215,6 +215,15 @@ def test_bad_input_names_its_field() -> None:
         assert caught.value.param == param
 
 
+def test_a_schema_that_nests_without_end_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(20_000):
+        schema = {"items": schema}
+    with pytest.raises(RequestError, match="nests too deeply") as caught:
+        encoder().encode(ChatInput(messages=(user("hi"),), tools=(Tool(name="t", parameters=schema),)))
+    assert caught.value.param == "tools"
+
+
 def test_text_and_token_inputs_stand_as_they_are() -> None:
     assert encoder().encode(TextInput(text="a<|im_end|>")) == tuple(TOKENIZER.encode("a<|im_end|>"))
     assert encoder().encode(TextInput(text="")) == ()
