@@ -1,0 +1,1 @@
+"""Models: files to weights, text to tokens, and the decoder in three numeric profiles."""

@@ -1,0 +1,1 @@
+"""Commands that prepare a machine: fetching models, examining hardware and settings."""

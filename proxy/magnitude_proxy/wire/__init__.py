@@ -1,0 +1,1 @@
+"""OpenAI's wire: requests in, bodies and chunks out; pure functions and structs."""

@@ -1,0 +1,1 @@
+"""The local worker as a route, and the process behind it."""
