@@ -86,9 +86,9 @@ def test_chunks_do_not_change_a_bit(sizes: list[int], reference: LoadedModel, pr
 
 @pytest.mark.parametrize("batch", [2, 3, 5, 8])
 def test_neighbours_do_not_change_a_bit(batch: int, reference: LoadedModel, prompts: list[list[int]]) -> None:
-    expected = one_shot(reference, prompts[1][:140])
+    expected = one_shot(reference, prompts[1][:80])
     cache = reference.runner.allocate_cache(batch * 20)
-    walks = [Walk(prompts[(i + 1) % 3][: 140 - 11 * i], run(20 * i, 200)) for i in range(batch)]
+    walks = [Walk(prompts[(i + 1) % 3][: 80 - 7 * i], run(20 * i, 80)) for i in range(batch)]
     first = step(reference.runner, cache, [(w, w.left - 5 - i) for i, w in enumerate(walks)])[0]
     rows = [first]
     while walks[0].left:
