@@ -10,7 +10,7 @@ import pytest
 
 from magnitude_engine.client.health import RuntimeHealth
 from magnitude_proxy.access import parse_key_file
-from magnitude_proxy.config import ListenConfig, ProxyConfig, RetryConfig, UpstreamConfig, WorkerConfig
+from magnitude_proxy.config import DeadlineConfig, ListenConfig, ProxyConfig, RetryConfig, UpstreamConfig, WorkerConfig
 from testkit import wire
 from testkit.proxy import ASK, Proxy, proxy_config, proxying, routing
 from testkit.routes import ScriptedRoute, answer, failed
@@ -25,7 +25,11 @@ async def ready_within(proxy: Proxy, seconds: float = 5) -> None:
 
 
 def attached(folder: Path, worker: ScriptedWorker, hang_s: float = 20) -> ProxyConfig:
-    return proxy_config(folder, worker=WorkerConfig(mode="attach", socket=str(worker.socket), hang_s=hang_s))
+    return proxy_config(
+        folder,
+        worker=WorkerConfig(mode="attach", socket=str(worker.socket), hang_s=hang_s),
+        deadlines=DeadlineConfig(idle_s=0.2),
+    )
 
 
 async def test_a_worker_makes_the_proxy_ready_and_its_end_unready(tmp_path: Path) -> None:
