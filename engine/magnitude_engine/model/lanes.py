@@ -21,7 +21,7 @@ from magnitude_engine.model.weights import LayerWeights, LlamaConfig, Matrix
 
 _PROBED_ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 64)
 _PROBED_LAYERS = 8  # Enough that their weights do not all stay in the processor's cache.
-_PROBE_ROUNDS = 3
+_PROBE_ROUNDS = 5
 _MANY_ROWS = 128
 
 
