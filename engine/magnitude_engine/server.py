@@ -28,6 +28,7 @@ from magnitude_engine.telemetry import worker_log
 
 STATUS_INTERVAL_S = 0.5
 HELLO_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
 BACKLOG_BYTES = 8 * 1024 * 1024
 PREPARE_THREADS = 2
 MAX_PREPARING = 1024
@@ -40,7 +41,7 @@ class Server:
         self._engine = engine
         self._path = path
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="magnitude-prepare")
-        self._connections: set[_Connection] = set()
+        self._connections: dict[_Connection, asyncio.Task[None] | None] = {}
         self._listener: asyncio.Server | None = None
         self._pulse: asyncio.Task[None] | None = None
 
@@ -64,17 +65,19 @@ class Server:
         self.stop_accepting()
         if self._pulse is not None:
             self._pulse.cancel()
-        for connection in list(self._connections):
+        for connection, task in list(self._connections.items()):
             await connection.close()
+            if task is not None:
+                await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(self._engine, self._pool, reader, writer)
-        self._connections.add(connection)
+        self._connections[connection] = asyncio.current_task()
         try:
             await connection.serve()
         finally:
-            self._connections.discard(connection)
+            del self._connections[connection]
 
     async def _push_status(self) -> None:
         while True:
@@ -122,7 +125,7 @@ class _Connection:
         self._flush()
         self._writer.close()
         try:
-            await asyncio.wait_for(self._writer.wait_closed(), timeout=1.0)
+            await asyncio.wait_for(self._writer.wait_closed(), timeout=CLOSE_TIMEOUT_S)
         except (ConnectionError, TimeoutError):
             self._writer.transport.abort()
 
