@@ -30,7 +30,8 @@ def run(*command: str, threads: int | None = None) -> bool:
     """Runs a tool of this environment from the repository root, torch on `threads`; True when it succeeds."""
     tool = BIN / command[0]
     executable = str(tool) if tool.exists() else command[0]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / d) for d in PRODUCT)}
+    # Compiled tests and modules are kept: without them every process compiles everything anew.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / d) for d in PRODUCT), "PYTHONDONTWRITEBYTECODE": ""}
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     return subprocess.run([executable, *command[1:]], cwd=ROOT, env=env, check=False).returncode == 0
