@@ -352,10 +352,16 @@ def _finish(tree: dict[str, Any]) -> None:
     tree["data_dir"] = str(Path(str(tree.get("data_dir") or default_data_dir())).expanduser().absolute())
     worker = tree.setdefault("worker", {})
     if isinstance(worker, dict):
-        engine = worker.pop("engine", {})
-        if worker.get("mode", "spawn") == "spawn" and isinstance(engine, dict):
+        engine, mode = worker.pop("engine", {}), worker.get("mode", "spawn")
+        if mode == "spawn" and isinstance(engine, dict):
             default_model = _field("worker.model").default
             worker["engine"] = {"model_path": str(worker.get("model", default_model)), **engine}
+        elif engine:
+            raise ConfigError(
+                f"worker.engine ({', '.join(engine)}) is for a worker that this process starts; with worker.mode "
+                f"{mode!r} give these settings to the worker itself",
+                param="worker.engine",
+            )
 
 
 def _decode(tree: dict[str, Any]) -> ProxyConfig:

@@ -242,3 +242,10 @@ def test_host_headers(header: str | None, local: bool) -> None:
 )  # fmt: skip
 def test_origin_headers(header: str | None, local: bool) -> None:
     assert origin_is_local(header) is local
+
+
+@pytest.mark.parametrize("flags", [["--no-worker"], ["--worker-socket", "/run/w.sock", "--worker", "attach"]])
+def test_engine_settings_without_a_worker_of_ones_own_stop_the_start(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"worker\.engine \(profile\)") as caught:
+        load(*flags, "--profile", "reference")
+    assert caught.value.param == "worker.engine"
