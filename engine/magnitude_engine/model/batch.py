@@ -10,9 +10,11 @@ while verifying. Rows of one sequence stand together, in the order of their cach
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -94,6 +96,13 @@ class KeyValueCache:
     ) -> KeyValueCache:
         """Returns zeroed tensors for `pages` pages."""
         size = (pages, page_tokens, shape.kv_heads, shape.head_dim)
-        keys = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers))
-        values = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers))
+        keys = tuple(_zeros(size, dtype, device) for _ in range(shape.layers))
+        values = tuple(_zeros(size, dtype, device) for _ in range(shape.layers))
         return cls(keys, values)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros; on CPU in memory that the system gives only when it is written, unlike `torch.zeros`."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)

@@ -22,6 +22,7 @@ from magnitude_engine.model.weights import LayerWeights, LlamaConfig, Matrix
 _PROBED_ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 64)
 _PROBED_LAYERS = 8  # Enough that their weights do not all stay in the processor's cache.
 _PROBE_ROUNDS = 5
+_PROBE_SECONDS = 0.4  # A busy machine gets fewer rounds rather than a late start.
 _MANY_ROWS = 128
 
 
@@ -151,9 +152,12 @@ def _compare(first: Callable[[int], object], second: Callable[[int], object], ro
     Processor time of this thread, which a busy machine inflates less than wall time.
     """
     best = [float("inf"), float("inf")]
+    until = time.monotonic() + _PROBE_SECONDS
     for _ in range(_PROBE_ROUNDS):
         for index, function in enumerate((first, second)):
             began = time.thread_time()
             function(rows)
             best[index] = min(best[index], time.thread_time() - began)
+        if time.monotonic() >= until:
+            break
     return best[0], best[1]
