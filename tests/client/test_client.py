@@ -409,6 +409,8 @@ def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         AgentRuntimeConfig(optimization_target="speed")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="batch_size"):
         AgentRuntimeConfig(batch_size=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"AgentRuntimeConfig.*not dict"):
+        MagnitudeClient(config={"max_batch_size": 1})  # type: ignore[arg-type]
     monkeypatch.setenv("MAGNITUDE_ENDPOINT", "nonsense")
     with pytest.raises(ConfigError, match="nonsense"):
         MagnitudeClient()

@@ -96,6 +96,19 @@ def test_what_cannot_be_asked_is_named(
     assert engine.generate(prompt="hi", **GREEDY)["finish_reason"]
 
 
+def test_one_stop_text_needs_no_list(engine: MagnitudeEngine) -> None:
+    alone = engine.generate(prompt="hi", stop_sequences="\x00", **GREEDY)
+    assert alone == engine.generate(prompt="hi", stop_sequences=["\x00"], **GREEDY) | {
+        name: alone[name] for name in ("session_id", "request_id")
+    }
+
+
+def test_a_config_of_another_kind_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"AgentConfig\(model='smollm2'\).*not dict") as caught:
+        MagnitudeEngine({"model": "x"})  # type: ignore[arg-type]
+    assert caught.value.param == "config"
+
+
 def test_a_closed_engine_says_so(engine: MagnitudeEngine) -> None:
     engine.warmup()
     engine.close()

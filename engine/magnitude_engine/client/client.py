@@ -22,7 +22,15 @@ import msgspec
 
 from magnitude_engine.client.answers import Collector, GenerateResult, Origin, StreamItem
 from magnitude_engine.client.health import RuntimeHealth, differences, other_model
-from magnitude_engine.client.requests import AnswerOptions, Ask, Options, encode, encode_feedback
+from magnitude_engine.client.requests import (
+    AnswerOptions,
+    Ask,
+    Options,
+    chat_ask,
+    encode,
+    encode_feedback,
+    prompt_ask,
+)
 from magnitude_engine.client.transport import EventStream, Transport, base_url
 from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_engine.errors import ConfigError, NotReady, StatusError, StreamBroken, WrongEventLoop
@@ -111,7 +119,7 @@ class MagnitudeClient:
         max_retries: further attempts after failures that may pass (see `transport`).
 
     Raises:
-        ConfigError: the endpoint is not a URL, or the key cannot stand in a header.
+        ConfigError: the endpoint is not a URL, the key cannot stand in a header, or `config` is something else.
     """
 
     def __init__(
@@ -125,6 +133,8 @@ class MagnitudeClient:
     ) -> None:
         if timeout <= 0 or max_retries < 0:
             raise ConfigError("timeout must be above 0 and max_retries at least 0", param="timeout")
+        if config is not None and not isinstance(config, AgentRuntimeConfig):
+            raise ConfigError(f"config must be an AgentRuntimeConfig(...), not {type(config).__name__}", param="config")
         key = api_key if api_key is not None else os.environ.get("MAGNITUDE_API_KEY")
         if key and not (key.isascii() and key.isprintable()):
             raise ConfigError("api_key must be printable ASCII text without line breaks", param="api_key")
@@ -216,9 +226,7 @@ class MagnitudeClient:
             RequestError: an argument cannot be sent.
             ClientError: see `MagnitudeClient.chat`.
         """
-        messages = None if raw else ({"role": "user", "content": prompt},)
-        ask = Ask(messages=messages, prompt=prompt, session_id=session_id, stream=stream, options=Options(**options))
-        return await self._answer(ask)
+        return await self._answer(prompt_ask(prompt, session_id, stream, raw, Options(**options)))
 
     @overload
     async def chat(
@@ -255,8 +263,7 @@ class MagnitudeClient:
             ClientError: ConnectionFailed, RequestTimeout, AuthenticationFailed, StatusError for any other HTTP
                 error, StreamBroken for an answer that is not complete, WrongEventLoop.
         """
-        ask = Ask(messages=messages, session_id=session_id, stream=stream, options=Options(**options))
-        return await self._answer(ask)
+        return await self._answer(chat_ask(messages, session_id, stream, Options(**options)))
 
     async def submit_telemetry_feedback(self, feedback: Mapping[str, Any]) -> FeedbackReceipt:
         """Tells the server how a session ended: `session_id`, `success`, `error_reason`, `timestamp` (ISO 8601).
@@ -284,7 +291,9 @@ class MagnitudeClient:
 
     async def _answer(self, ask: Ask) -> GenerateResult | AnswerStream:
         self._check_loop()
-        body = encode(ask, self._model or await self._choose_model(), self._config)
+        body = encode(ask, self._model or ANY_MODEL, self._config)
+        if self._model is None:  # what cannot be written was refused by now, before anything is sent
+            body = encode(ask, await self._choose_model(), self._config)
         url = self._transport.url(ask.path)
         try:
             if ask.stream:

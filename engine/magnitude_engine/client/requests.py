@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from math import isfinite
@@ -11,6 +12,19 @@ import msgspec
 
 from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_engine.errors import RequestError
+
+# How msgspec names a value of the wrong type, and its names in the caller's words.
+_MISFIT = re.compile(r"Expected `([^`]+)`, got `([^`]+)` - at (`key` in )?`\$\.([^`]+)`")
+_WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "True or False",
+    "array": "a list",
+    "object": "a mapping with text keys",
+    "null": "None",
+}
+_KINDS = {"array": "list", "object": "dict", "null": "None"}
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -70,6 +84,33 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         return "/completions" if self.messages is None else "/chat/completions"
 
 
+def prompt_ask(prompt: str, session_id: str | None, stream: bool, raw: bool, options: Options) -> Ask:
+    """Returns the checked question `prompt`: the user's text of a chat, or with `raw` the model's own input.
+
+    Raises:
+        RequestError: an argument has the wrong form; `param` names it.
+    """
+    messages = None if raw else ({"role": "user", "content": prompt},)
+    ask = Ask(messages=messages, prompt=prompt, session_id=session_id, stream=stream, options=options)
+    check(ask)
+    return ask
+
+
+def chat_ask(
+    messages: Sequence[Mapping[str, Any]] | None, session_id: str | None, stream: bool, options: Options
+) -> Ask:
+    """Returns the checked question of a chat.
+
+    Raises:
+        RequestError: an argument has the wrong form; `param` names it.
+    """
+    if messages is None:
+        raise RequestError("messages must be a list of OpenAI messages, not None", param="messages")
+    ask = Ask(messages=messages, session_id=session_id, stream=stream, options=options)
+    check(ask)
+    return ask
+
+
 class _Product(msgspec.Struct, omit_defaults=True):
     """The `magnitude` part of a body."""
 
@@ -79,13 +120,12 @@ class _Product(msgspec.Struct, omit_defaults=True):
 
 
 def encode(ask: Ask, model: str, config: AgentRuntimeConfig | None) -> bytes:
-    """Returns the JSON body that asks `model`.
+    """Returns the JSON body that asks `model`; `ask` was checked.
 
     Raises:
-        RequestError: a value cannot be sent; `param` names it.
+        RequestError: a value inside a field has no form in JSON.
     """
     options = ask.options
-    check(ask)
     body: dict[str, Any] = {
         "model": model,
         "temperature": options.temperature,
@@ -122,18 +162,35 @@ def _alternatives(options: Options) -> int | None:
 def check(ask: Ask) -> None:
     """Raises RequestError for an argument of the wrong form; `param` names it."""
     options = ask.options
-    if ask.session_id is not None and (not isinstance(ask.session_id, str) or not ask.session_id):
+    _check_types(ask)
+    _check_types(options)
+    if ask.session_id == "":
         raise RequestError("session_id must be a non-empty text, or None", param="session_id")
-    if ask.messages is None and not isinstance(ask.prompt, str):
-        raise RequestError(f"prompt must be text, not {type(ask.prompt).__name__}", param="prompt")
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {options.max_tokens}", param="max_tokens")
     for name, value in (("temperature", options.temperature), ("top_p", options.top_p)):
         # JSON has no such numbers: the encoder would send null, and the server would use its default.
-        if isinstance(value, float) and not isfinite(value):
+        if value is not None and not isfinite(value):
             raise RequestError(f"{name} must be a finite number, not {value}", param=name)
     if ask.messages is None:
         for name in ("tools", "tool_choice", "response_format"):
             if getattr(options, name) is not None:
                 raise RequestError(f"{name} needs the chat template: use raw=False", param=name)
+
+
+def _check_types(given: Ask | Options) -> None:
+    """Raises RequestError for the first field whose value is not of the declared type."""
+    try:
+        msgspec.convert(msgspec.structs.asdict(given), type=type(given))
+    except msgspec.ValidationError as problem:
+        found = _MISFIT.fullmatch(str(problem))
+        if found is None:
+            raise RequestError(f"an argument has the wrong form: {problem}") from problem
+        allowed, got, in_key, place = found.groups()
+        words = " or ".join(_WORDS.get(name, name) for name in allowed.split(" | "))
+        param = re.split(r"[.\[]", place, maxsplit=1)[0]
+        where = f"a key of {place}" if in_key else place
+        raise RequestError(f"{where} must be {words}, not {_KINDS.get(got, got)}", param=param) from problem
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

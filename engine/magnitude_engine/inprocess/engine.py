@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from magnitude_engine import api
 from magnitude_engine.client.answers import GenerateResult, StreamItem
-from magnitude_engine.client.requests import AnswerOptions, Ask, Options, check
+from magnitude_engine.client.requests import AnswerOptions, Ask, Options, chat_ask, prompt_ask
 from magnitude_engine.config import AgentConfig, EngineConfig, default_data_dir
 from magnitude_engine.errors import ConfigError, EngineError, ModelNotFound
 from magnitude_engine.inprocess.local import EventCollector, to_generate
@@ -55,21 +55,19 @@ def find_model(name: str, data_dir: Path) -> Path:
 
 
 class _Asked:
-    """One question on its way through `engine`."""
+    """One question, in the engine's terms; made before the engine is loaded, so that a wrong one costs nothing."""
 
-    def __init__(self, engine: Engine, ask: Ask) -> None:
-        check(ask)
+    def __init__(self, ask: Ask) -> None:
         request = f"req_{uuid.uuid4().hex}"
         session = ask.session_id or f"session_{uuid.uuid4().hex}"
-        self._engine = engine
         self._generate = to_generate(ask, request, session, secrets.randbits(63))
         self._collector = EventCollector(ask, request, session)
 
-    def items(self) -> Iterator[StreamItem]:
+    def items(self, engine: Engine) -> Iterator[StreamItem]:
         """Asks, and yields the answer; closing the iterator cancels the request."""
         events: queue.SimpleQueue[api.AnswerEvent] = queue.SimpleQueue()
         ended = False
-        self._engine.submit(self._generate, events.put)
+        engine.submit(self._generate, events.put)
         try:
             while not ended:
                 event = events.get()
@@ -79,9 +77,9 @@ class _Asked:
                     yield item
         finally:
             if not ended:
-                self._engine.cancel(self._generate.request, self._generate.epoch)
+                engine.cancel(self._generate.request, self._generate.epoch)
 
-    async def aitems(self) -> AsyncIterator[StreamItem]:
+    async def aitems(self, engine: Engine) -> AsyncIterator[StreamItem]:
         """The same for an event loop, which it never blocks."""
         events: asyncio.Queue[api.AnswerEvent] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -91,7 +89,7 @@ class _Asked:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            await asyncio.to_thread(self._engine.submit, self._generate, deliver)
+            await asyncio.to_thread(engine.submit, self._generate, deliver)
             while not ended:
                 event = await events.get()
                 ended = isinstance(event, ENDS)
@@ -100,7 +98,7 @@ class _Asked:
                     yield item
         finally:
             if not ended:
-                self._engine.cancel(self._generate.request, self._generate.epoch)
+                engine.cancel(self._generate.request, self._generate.epoch)
 
 
 class MagnitudeEngine:
@@ -114,6 +112,12 @@ class MagnitudeEngine:
 
     def __init__(self, config: AgentConfig | None = None, *, kv_memory_mb: int = 2048) -> None:
         """`kv_memory_mb` is the memory for keys and values, MiB; it is allocated by `warmup`."""
+        if config is not None and not isinstance(config, AgentConfig):
+            raise ConfigError(
+                "config must be an AgentConfig, for example MagnitudeEngine(AgentConfig(model='smollm2')), "
+                f"not {type(config).__name__}",
+                param="config",
+            )
         self._config = config or AgentConfig()
         self._kv_memory_mb = kv_memory_mb
         self._lock = threading.Lock()
@@ -133,7 +137,7 @@ class MagnitudeEngine:
         """Loads the model, allocates the cache and computes one token; a progress line on a terminal; idempotent."""
         engine = self._loaded()
         if not self._warm:
-            _last(_Asked(engine, Ask(prompt="a", options=Options(max_tokens=1))).items())
+            _last(_Asked(Ask(prompt="a", options=Options(max_tokens=1))).items(engine))
             self._warm = True
 
     def close(self) -> None:
@@ -180,7 +184,8 @@ class MagnitudeEngine:
         Arguments and result are those of `MagnitudeClient.generate_optimized`; logprobs always have the form of Chat
         Completions.
         """
-        items = _Asked(self._loaded(), _prompted(prompt, session_id, stream, raw, Options(**options))).items()
+        asked = _Asked(prompt_ask(prompt, session_id, stream, raw, Options(**options)))
+        items = asked.items(self._loaded())
         return items if stream else _last(items)
 
     @overload
@@ -212,8 +217,8 @@ class MagnitudeEngine:
         **options: Unpack[AnswerOptions],
     ) -> GenerateResult | Iterator[StreamItem]:
         """Returns the answer to OpenAI `messages`; see `generate`."""
-        ask = Ask(messages=messages, session_id=session_id, stream=stream, options=Options(**options))
-        items = _Asked(self._loaded(), ask).items()
+        asked = _Asked(chat_ask(messages, session_id, stream, Options(**options)))
+        items = asked.items(self._loaded())
         return items if stream else _last(items)
 
     @overload
@@ -248,8 +253,8 @@ class MagnitudeEngine:
         **options: Unpack[AnswerOptions],
     ) -> GenerateResult | AsyncIterator[StreamItem]:
         """`generate` for an event loop."""
-        ask = _prompted(prompt, session_id, stream, raw, Options(**options))
-        items = _Asked(await asyncio.to_thread(self._loaded), ask).aitems()
+        asked = _Asked(prompt_ask(prompt, session_id, stream, raw, Options(**options)))
+        items = asked.aitems(await asyncio.to_thread(self._loaded))
         return items if stream else await _alast(items)
 
     @overload
@@ -281,8 +286,8 @@ class MagnitudeEngine:
         **options: Unpack[AnswerOptions],
     ) -> GenerateResult | AsyncIterator[StreamItem]:
         """`chat` for an event loop."""
-        ask = Ask(messages=messages, session_id=session_id, stream=stream, options=Options(**options))
-        items = _Asked(await asyncio.to_thread(self._loaded), ask).aitems()
+        asked = _Asked(chat_ask(messages, session_id, stream, Options(**options)))
+        items = asked.aitems(await asyncio.to_thread(self._loaded))
         return items if stream else await _alast(items)
 
     def _loaded(self) -> Engine:
@@ -322,11 +327,6 @@ def _load(config: AgentConfig, kv_memory_mb: int) -> Engine:
 def _show_progress(share: float) -> None:
     sys.stderr.write(f"\rloading the model {round(share * 100):3d} % ")
     sys.stderr.flush()
-
-
-def _prompted(prompt: str, session_id: str | None, stream: bool, raw: bool, options: Options) -> Ask:
-    messages = None if raw else ({"role": "user", "content": prompt},)
-    return Ask(messages=messages, prompt=prompt, session_id=session_id, stream=stream, options=options)
 
 
 def _last(items: Iterator[StreamItem]) -> GenerateResult:
