@@ -22,6 +22,7 @@ from magnitude_engine.config import default_data_dir
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy.access import is_loopback, parse_key_file
 from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.toml_places import place, refuse_unknown
 
 PREFIX = "MAGNITUDE_"
 
@@ -96,7 +97,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("telemetry.trace_ratio", "share of requests that are traced"),
 )
 
-_CONFIG = Setting("config", "TOML file with any of these settings", "config")
+_CONFIG = Setting("config", "TOML file with any of these settings, each at the [section] key shown here", "config")
 _KEYS = Setting("keys", "file with one API key a line: `sk-… TENANT` or `sha256:HEX TENANT`", "key-file")
 _UPSTREAM = Setting("upstreams", "OpenAI-compatible server, URL or NAME=URL, in order of preference", "upstream")
 _UPSTREAM_KEY = Setting(
@@ -112,11 +113,12 @@ _REPEATED = ("worker.aliases", "upstreams", "upstreams.key_file", "upstreams.mod
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every setting; its help names the environment variable and the default."""
+    """Adds a flag for every setting; its help names the environment variable, the file's key and the default."""
     for setting in (*SPECIAL, *TABLE):
         variables = " or ".join(setting.variables)
-        default = "" if setting in SPECIAL else f", default {_shown_default(setting)}"
-        text = f"{setting.help} [{variables}{default}]".replace("%", "%%")
+        key = "" if setting is _CONFIG else f"; {place(setting.path)}"
+        default = "" if setting in SPECIAL else f"; default {_shown_default(setting)}"
+        text = f"{setting.help} ({variables}{key}{default})".replace("%", "%%")
         if setting.path == "insecure":
             parser.add_argument(setting.flag, dest=setting.dest, action="store_const", const="true", help=text)
             continue
@@ -279,11 +281,13 @@ def _read_file(name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     try:
-        return tomllib.loads(Path(name).expanduser().read_text("utf-8"))
+        tree = tomllib.loads(Path(name).expanduser().read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {name}: cannot be read ({error.strerror})", param="config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {name}: is not TOML: {error}", param="config") from error
+    refuse_unknown(tree, ProxyConfig, name, [setting.path for setting in TABLE])
+    return tree
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:

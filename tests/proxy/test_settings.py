@@ -14,6 +14,7 @@ from magnitude_engine.errors import ConfigError
 from magnitude_proxy import settings
 from magnitude_proxy.access import KeyRing, host_is_local, is_loopback, origin_is_local, parse_key_file, server_secret
 from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.toml_places import place
 
 
 def load(*flags: str, **environ: str) -> ProxyConfig:
@@ -135,6 +136,31 @@ def test_a_wrong_file_names_the_field(tmp_path: Path, text: str, words: list[str
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("kv_memory_mb = 1", "kv_memory_mb at the top level: did you mean [worker.engine] kv_memory_mb?"),
+        ("[server]\nport = 1", "port in section [server]: did you mean [listen] port?"),
+        ("[listen]\nprt = 1", "prt in section [listen]: did you mean [listen] port?"),
+        ("[worker.engin]\nthreads = 1", "threads in section [worker.engin]: did you mean [worker.engine] threads?"),
+        ("[listen]\ninsecure = true", "insecure in section [listen]: did you mean insecure at the top level?"),
+        ("[deadlines]\nidle = 1", "idle in section [deadlines]: did you mean [deadlines] idle_s?"),
+        (
+            "[[upstreams]]\nname = 'a'\nurl = 'http://a/v1'\nkeyfile = '/k'",
+            "keyfile in section [[upstreams]]: did you mean [[upstreams]] key_file?",
+        ),
+        ("[nonsense]\nq = 1", "q in section [nonsense]:"),
+        ("[nonsense]", "nonsense at the top level:"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "m.toml"
+    file.write_text(text)
+    assert refused("--config", str(file)).message == (
+        f"the file {file} has the unknown key {problem} `magnitude serve --help` names the place of every setting"
+    )
+
+
 def leaves(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
     found = []
     for field in msgspec.structs.fields(kind):
@@ -156,8 +182,11 @@ def test_every_setting_is_in_the_table_and_in_the_help() -> None:
     shown = " ".join(parser.format_help().split())
     flags = [setting.flag for setting in (*settings.TABLE, *settings.SPECIAL)]
     assert len(set(flags)) == len(flags)
+    assert "MiB (MAGNITUDE_KV_MEMORY_MB; [worker.engine] kv_memory_mb; default 2048)" in shown
+    assert "[[upstreams]] key_file" in shown
     for setting in settings.TABLE:
         assert setting.flag in shown
+        assert place(setting.path) in shown
         for variable in setting.variables:
             assert variable in shown
 
