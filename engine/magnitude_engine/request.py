@@ -89,7 +89,7 @@ def prepare(generate: api.Generate, model: LoadedModel, limits: RequestLimits) -
     check_sampling(generate.sampling, vocab)
     _check_fields(generate, limits)
     _check_resume(generate, vocab)
-    prompt = model.prompts.encode(source)
+    prompt = model.prompts.encode(source, limits.context)
     if not prompt:
         raise RequestError("the prompt is empty; it must hold at least one token", param=_input_field(generate))
     chat = source if isinstance(source, api.ChatInput) else None
@@ -146,7 +146,8 @@ def _output_limit(generate: api.Generate, prompt: int, context: int) -> int:
         problem = f"prompt of {prompt} tokens leaves no room for output in the context of {context}"
     else:
         problem = f"prompt of {prompt} tokens plus max_tokens {wanted} exceeds the context of {context}"
-    raise ContextTooLong(f"{problem}; shorten the prompt or lower max_tokens", param=_input_field(generate))
+    field = "max_tokens" if wanted and prompt < context else _input_field(generate)
+    raise ContextTooLong(f"{problem}; shorten the prompt or lower max_tokens", param=field)
 
 
 def _echo(generate: api.Generate, tokenizer: Tokenizer) -> str:

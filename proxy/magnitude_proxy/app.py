@@ -1,6 +1,6 @@
 """One proxy process: starts its parts in order, listens, and stops without cutting anybody off.
 
-    store ─► worker ─► listeners (open at once; /health/ready says when a route can answer)
+    addresses ─► store ─► worker ─► listeners (open at once; /health/ready says when a route can answer)
 
 On SIGTERM new requests get 503, running ones may finish for `GRACE_S`, the rest get an error event, then the parts
 stop in reverse order. A second signal ends the grace.
@@ -26,7 +26,7 @@ from magnitude_proxy.access import KeyRing, server_secret
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
 from magnitude_proxy.health import product_version
-from magnitude_proxy.listener import admin_application, api_application, listen
+from magnitude_proxy.listener import admin_application, api_application, bind, listen
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.routing.route import Route
 from magnitude_proxy.session import Sessions
@@ -92,7 +92,8 @@ async def serve(config: ProxyConfig, ready: Callable[[Bound], None] | None = Non
     """Runs the proxy until a signal or cancellation; `ready` is called once it listens.
 
     Raises:
-        ConfigError: an address, the data folder or a key file cannot be used.
+        ConfigError: an address, the data folder or a key file cannot be used, or the worker refuses its model and
+            nothing else could answer.
     """
     stop = asyncio.Event()
     async with running(config) as proxy:
@@ -101,12 +102,24 @@ async def serve(config: ProxyConfig, ready: Callable[[Bound], None] | None = Non
         sys.stdout.flush()
         if ready is not None:
             ready(proxy.bound)
-        loading = asyncio.create_task(tell_loading(proxy.surface, sys.stderr))
+        refused = proxy.surface.refused if not config.upstreams else asyncio.Event()
+        greeting = asyncio.create_task(_greet(config, proxy))
+        ends = {asyncio.create_task(stop.wait()), asyncio.create_task(refused.wait())}
         try:
-            await stop.wait()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            loading.cancel()
-            await asyncio.wait({loading})
+            for task in (greeting, *ends):
+                task.cancel()
+            await asyncio.wait({greeting, *ends})
+        if refused.is_set() and not stop.is_set():
+            raise ConfigError(f"the worker cannot start: {proxy.surface.failure()}", param="worker.model")
+
+
+async def _greet(config: ProxyConfig, proxy: Running) -> None:
+    """Shows how to ask, once somebody answers."""
+    await tell_loading(proxy.surface, sys.stderr)
+    sys.stdout.write(example(config, proxy.bound))
+    sys.stdout.flush()
 
 
 def _on_signals(stop: asyncio.Event, surface: Surface) -> None:
@@ -126,14 +139,17 @@ def _on_signals(stop: asyncio.Event, surface: Surface) -> None:
 async def running(config: ProxyConfig, *, grace_s: float = GRACE_S) -> AsyncIterator[Running]:
     """Gives a proxy that listens; when left it stops in order, running requests first."""
     async with AsyncExitStack() as stack:
-        surface = await _start(config, stack)
         listening = config.listen
-        public = await listen(api_application(surface), listening.host, listening.port, "--port")
-        stack.push_async_callback(public.cleanup)
         admin_port = listening.admin_port
         if admin_port is None:
             admin_port = listening.port + 1 if listening.port else 0
-        admin = await listen(admin_application(surface), listening.admin_host, admin_port, "--admin-port")
+        # Taken before anything is started, so that a port in use stops the start at once.
+        public_socket = stack.enter_context(bind(listening.host, listening.port, "--port"))
+        admin_socket = stack.enter_context(bind(listening.admin_host, admin_port, "--admin-port"))
+        surface = await _start(config, stack)
+        public = await listen(api_application(surface), public_socket)
+        stack.push_async_callback(public.cleanup)
+        admin = await listen(admin_application(surface), admin_socket)
         stack.push_async_callback(admin.cleanup)
         stack.push_async_callback(_drain, surface, grace_s)
         host = f"[{listening.host}]" if ":" in listening.host else listening.host
@@ -179,7 +195,8 @@ async def _start(config: ProxyConfig, stack: AsyncExitStack) -> Surface:
             ModelSource(made.name, bool(given.models), made.models)
             for given, made in zip(config.upstreams, upstreams, strict=True)
         ),
-        failure=lambda: None if supervisor is None else supervisor.failure,
+        failure=lambda: None if supervisor is None or supervisor.pid is not None else supervisor.failure,
+        refused=asyncio.Event() if supervisor is None else supervisor.refused,
     )
 
 
@@ -198,7 +215,7 @@ async def _start_worker(
     if worker.engine is None:
         raise ConfigError("worker.engine is not set: a worker needs to know its model", param="worker.engine")
     socket = Path(worker.socket) if worker.socket else worker_socket(Path(config.data_dir))
-    local = LocalRoute(socket, telemetry, hang_s=worker.hang_s)
+    local = LocalRoute(socket, telemetry, hang_s=worker.hang_s, coming=lambda: not supervisor.refused.is_set())
     supervisor = Supervisor(worker, worker_command(worker.engine, socket), local.pulse, telemetry)
     stack.push_async_callback(supervisor.stop)
     stack.push_async_callback(local.close)
@@ -208,9 +225,7 @@ async def _start_worker(
 
 
 def banner(config: ProxyConfig, bound: Bound) -> str:
-    """Returns what a person sees first: the base_url and a request to copy."""
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "stream": True})
-    key = " -H 'authorization: Bearer YOUR_KEY'" if config.keys else ""
+    """Returns what a person sees first."""
     lines = [
         f"magnitude {product_version()}",
         f"  base_url   {bound.url}",
@@ -218,10 +233,15 @@ def banner(config: ProxyConfig, bound: Bound) -> str:
         f"  upstreams  {', '.join(f'{u.name} ({u.url})' for u in config.upstreams) or 'none'}",
         f"  store      {_shown_store(config)}",
         f"  metrics    http://{config.listen.admin_host}:{bound.admin_port}/metrics",
-        "",
-        f"  curl -N {bound.url}/chat/completions{key} -H 'content-type: application/json' -d '{body}'",
     ]
     return "\n".join(lines) + "\n\n"
+
+
+def example(config: ProxyConfig, bound: Bound) -> str:
+    """Returns a request to copy."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "stream": True})
+    key = " -H 'authorization: Bearer YOUR_KEY'" if config.keys else ""
+    return f"\n  curl -N {bound.url}/chat/completions{key} -H 'content-type: application/json' -d '{body}'\n\n"
 
 
 def _shown_store(config: ProxyConfig) -> str:

@@ -18,6 +18,9 @@ from magnitude_proxy.session import Lease
 from magnitude_proxy.surface import EXCHANGE, SURFACE
 from magnitude_proxy.wire.intake import Asked, read_chat
 
+SEEDS = 1 << 63
+SEED_STRIDE = 0x9E3779B97F4A7C15
+
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answers one chat request; raises ProxyError before anything is sent."""
@@ -37,8 +40,13 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer) -
     refusal = offer.refusal or asked.refusal
     for index, given in enumerate(asked.inputs):
         request_id = answer_id if index == 0 else f"{answer_id}-{index}"
+        # Prompts of one request draw independent noise; the first keeps the client's own seed.
+        seed = asked.generate.sampling.seed
+        if index:
+            seed = (seed + index * SEED_STRIDE) % SEEDS
         request = msgspec.structs.replace(
             asked.generate,
+            sampling=msgspec.structs.replace(asked.generate.sampling, seed=seed),
             request=request_id,
             epoch=lease.epoch,
             tenant=salt,

@@ -86,6 +86,7 @@ class DeadlineConfig(Section, frozen=True, kw_only=True):
         idle_s: limit between two pieces of output.
         hold_headers_s: response headers of a stream wait for the first content this long.
         keepalive_s: an SSE comment is sent after this long without an event.
+        worker_start_s: how long a request that only the worker can answer waits for one that starts again.
     """
 
     progress_s: Seconds = 1.0
@@ -93,6 +94,7 @@ class DeadlineConfig(Section, frozen=True, kw_only=True):
     idle_s: Seconds = 10.0
     hold_headers_s: Seconds = 5.0
     keepalive_s: Seconds = 10.0
+    worker_start_s: Seconds = 60.0
 
 
 class RetryConfig(Section, frozen=True, kw_only=True):

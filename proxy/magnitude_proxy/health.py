@@ -185,7 +185,8 @@ def _store_word(surface: Surface) -> str:
 
 
 def _upstream_words(dispatcher: Dispatcher) -> dict[str, str]:
-    return {view.name: "ok" if view.usable else "held back" for view in dispatcher.snapshot() if view.name != LOCAL}
+    views = (view for view in dispatcher.snapshot() if view.name != LOCAL)
+    return {v.name: "held back" if not v.usable else "failing" if v.failing else "ok" for v in views}
 
 
 def _warnings(surface: Surface, worker: WorkerHealth) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 from aiohttp import web
 
 from magnitude_engine.errors import ConfigError
@@ -16,6 +18,7 @@ from magnitude_proxy.telemetry import proxy_log
 IDLE_S = 75.0
 LINGER_S = 1.0
 LAST_S = 2.0
+BACKLOG = 1024
 
 
 def api_application(surface: Surface) -> web.Application:
@@ -46,12 +49,24 @@ def _application(surface: Surface, *, admin: bool) -> web.Application:
     return app
 
 
-async def listen(app: web.Application, host: str, port: int, flag: str) -> Runner:
-    """Starts to listen; the caller cleans the runner up.
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """Returns a socket that listens; clients wait until `listen` serves it.
 
     Raises:
         ConfigError: the address cannot be used; `flag` is what to change.
     """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another with {flag}",
+            param=flag,
+        ) from error
+
+
+async def listen(app: web.Application, listener: socket.socket) -> Runner:
+    """Starts to serve `listener`; the caller cleans the runner up."""
     runner = Runner(
         app,
         handler_cancellation=True,
@@ -62,14 +77,7 @@ async def listen(app: web.Application, host: str, port: int, flag: str) -> Runne
         shutdown_timeout=LAST_S,
     )
     await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
-    except OSError as error:
-        await runner.cleanup()
-        raise ConfigError(
-            f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another with {flag}",
-            param=flag,
-        ) from error
+    await web.SockSite(runner, listener, backlog=BACKLOG).start()
     return runner
 
 

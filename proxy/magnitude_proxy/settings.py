@@ -87,6 +87,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("deadlines.first_token_s", "local limit until the first content, seconds"),
     Setting("deadlines.idle_s", "limit between two pieces of output, seconds"),
     Setting("deadlines.hold_headers_s", "headers of a stream wait for content this long, seconds"),
+    Setting("deadlines.worker_start_s", "a request that only the worker can answer waits this long for it, seconds"),
     Setting("deadlines.keepalive_s", "an SSE comment is sent after this long without an event, seconds"),
     Setting("retry.breaker_failures", "failures in a row that open a route's circuit breaker"),
     Setting("retry.breaker_open_s", "an open breaker lets one probe pass after this long, seconds"),

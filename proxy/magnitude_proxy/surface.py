@@ -106,7 +106,8 @@ class Surface:
 
     Attributes:
         worker: None without a local worker.
-        failure: why the worker cannot start, when it cannot.
+        failure: why the worker ended, while none runs.
+        refused: set once a worker refused its model or settings; it would do so again.
         now: Unix seconds.
         clock: monotonic seconds.
         seed: a new random seed for a request without one.
@@ -121,6 +122,7 @@ class Surface:
     worker: Worker | None = None
     upstreams: tuple[ModelSource, ...] = ()
     failure: Callable[[], str | None] = lambda: None
+    refused: asyncio.Event = field(default_factory=asyncio.Event)
     drain: Drain = field(default_factory=Drain)
     now: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic

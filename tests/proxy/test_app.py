@@ -17,7 +17,7 @@ import pytest
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy import app
 from magnitude_proxy.access import parse_key_file
-from magnitude_proxy.app import Bound, banner, serve, tell_loading
+from magnitude_proxy.app import Bound, banner, example, serve, tell_loading
 from magnitude_proxy.config import ListenConfig, StoreConfig, UpstreamConfig
 from testkit import wire
 from testkit.proxy import ASK, Proxy, proxy_config, proxying
@@ -117,7 +117,8 @@ def test_the_banner_has_no_secrets(tmp_path: Path) -> None:
         keys=parse_key_file("sk-one alice", "keys"),
         upstreams=(UpstreamConfig(name="u0", url="https://api.example.com/v1"),),
     )
-    text = banner(config, Bound(8000, 8001, "http://127.0.0.1:8000"))
+    bound = Bound(8000, 8001, "http://127.0.0.1:8000")
+    text = banner(config, bound) + example(config, bound)
     assert "hunter2" not in text
     assert "store:6379/0" in text
     assert "Bearer YOUR_KEY" in text

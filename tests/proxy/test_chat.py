@@ -378,9 +378,9 @@ async def test_the_published_example_of_curl(tmp_path: Path) -> None:
 
 
 async def _curl(proxy: Proxy) -> None:
-    from magnitude_proxy.app import banner
+    from magnitude_proxy.app import example
 
-    text = banner(proxy.running.surface.config, proxy.running.bound)
+    text = example(proxy.running.surface.config, proxy.running.bound)
     command = next(line.strip() for line in text.splitlines() if line.strip().startswith("curl"))
     process = await asyncio.create_subprocess_shell(f"{command} -s", stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
@@ -406,3 +406,14 @@ async def test_a_stream_of_events_without_an_outcome_gets_one() -> None:
         assert isinstance(got[-1], api.Failed)
         assert got[-1].code == "internal_error"
         assert len(got) == 2
+
+
+async def test_prompts_of_one_request_draw_independent_noise(tmp_path: Path) -> None:
+    local = ScriptedRoute("local", [answer("x")])
+    async with routing(two_routes(tmp_path), local) as proxy:
+        ask = {"model": LOCAL_ASK["model"], "prompt": ["a", "b", "c"], "seed": 7}
+        assert (await proxy.post("/completions", ask)).status == 200
+    seeds = sorted(s.request.sampling.seed for s in local.seen)
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    assert seeds[-1] < 1 << 63

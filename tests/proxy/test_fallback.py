@@ -227,7 +227,13 @@ def test_a_request_that_comes_while_the_worker_starts_waits_for_it() -> None:
     assert (got.text, got.labels) == ("x", [("local", None)])
     assert got.seconds == pytest.approx(4.5, abs=0.1)
     worker.ready = False
-    assert virtual(main(60)).failure.code == "unavailable"
+    assert virtual(main(120)).failure.code == "unavailable"
+
+
+def test_nobody_waits_for_a_worker_that_refuses_its_model() -> None:
+    got = outcome(local(answer("x"), ready=False, expected=False))
+    assert got.failure.code == "unavailable"
+    assert got.seconds == 0
 
 
 def test_only_upstreams_that_take_the_model_are_asked() -> None:
@@ -328,9 +334,9 @@ def test_a_worker_that_is_lost_again_and_again_ends_the_stream() -> None:
 
 
 def test_a_worker_that_does_not_return_ends_the_stream() -> None:
-    got = outcome(local([delta("a", 1), Down(60), failed("worker_lost")]), upstream(answer("x")))
+    got = outcome(local([delta("a", 1), Down(600), failed("worker_lost")]), upstream(answer("x")))
     assert got.failure.code == "worker_lost"
-    assert got.seconds == pytest.approx(10.0, abs=0.1)
+    assert got.seconds == pytest.approx(60.0, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from magnitude_proxy.config import (
     UpstreamConfig,
     WorkerConfig,
 )
-from magnitude_proxy.listener import admin_application, api_application, listen
+from magnitude_proxy.listener import admin_application, api_application, bind, listen
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.routing.route import Route
 from magnitude_proxy.session import Sessions
@@ -164,8 +164,8 @@ async def routing(config: ProxyConfig, *routes: Route) -> AsyncIterator[Proxy]:
         catalogue=Catalogue(config.worker, config.upstreams, lambda: None, 1),
         telemetry=telemetry,
     )
-    public = await listen(api_application(surface), "127.0.0.1", 0, "--port")
-    admin = await listen(admin_application(surface), "127.0.0.1", 0, "--admin-port")
+    public = await listen(api_application(surface), bind("127.0.0.1", 0, "--port"))
+    admin = await listen(admin_application(surface), bind("127.0.0.1", 0, "--admin-port"))
     try:
         async with aiohttp.ClientSession(auto_decompress=False) as http:
             bound = Bound(public.port, admin.port, f"http://127.0.0.1:{public.port}")

@@ -79,10 +79,14 @@ class ScriptedRoute:
     name: str
     scripts: Sequence[Sequence[Action]]
     ready: bool = True
+    expected: bool = True
     log: list[str] = field(default_factory=list)
     seen: list[Step] = field(default_factory=list)
     attempts: list[int] = field(default_factory=list)
     _down_until: float = float("-inf")
+
+    def coming(self) -> bool:
+        return self.expected
 
     def available(self) -> bool:
         return self.ready and asyncio.get_running_loop().time() >= self._down_until

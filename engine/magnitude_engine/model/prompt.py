@@ -20,9 +20,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from magnitude_engine.api import ChatInput, Input, Message, TextInput, Tool, ToolCall
+from magnitude_engine.api import ChatInput, Input, Message, TextInput, TokenInput, Tool, ToolCall
 from magnitude_engine.decode.tools import ToolFormat
-from magnitude_engine.errors import RequestError
+from magnitude_engine.errors import ContextTooLong, RequestError
 from magnitude_engine.model.template import HERMES, ChatTemplate
 from magnitude_engine.model.tokenizer import Tokenizer
 
@@ -77,12 +77,17 @@ class PromptEncoder:
         self._breaker = _Breaker(tokenizer)
         self.pieces = PieceCache(cache_bytes)
 
-    def encode(self, input: Input) -> tuple[int, ...]:
+    def encode(self, input: Input, limit: int | None = None) -> tuple[int, ...]:
         """Returns the prompt's ids.
 
+        A text that cannot fit into `limit` ids is refused by its length alone: tokenising it would take seconds
+        from everybody else.
+
         Raises:
+            ContextTooLong: the text has more than `limit` ids in any case.
             RequestError: the template refuses the messages, text is not valid Unicode, or an id is out of range.
         """
+        self._check_length(input, limit)
         if isinstance(input, ChatInput):
             return self._chat(input)
         if isinstance(input, TextInput):
@@ -93,6 +98,18 @@ class PromptEncoder:
                 f"token id {wrong} is outside this model's 0..{self._tokenizer.vocab_size - 1}", param="prompt"
             )
         return input.ids
+
+    def _check_length(self, input: Input, limit: int | None) -> None:
+        if limit is None or isinstance(input, TokenInput):
+            return
+        chat = isinstance(input, ChatInput)
+        texts = (message.content for message in input.messages) if isinstance(input, ChatInput) else (input.text,)
+        fewest = self._tokenizer.fewest(sum(map(len, texts)))
+        if fewest > limit:
+            raise ContextTooLong(
+                f"prompt of at least {fewest} tokens exceeds the context of {limit}; shorten the prompt",
+                param="messages" if chat else "prompt",
+            )
 
     def _chat(self, chat: ChatInput) -> tuple[int, ...]:
         if not chat.messages:

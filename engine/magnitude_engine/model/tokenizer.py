@@ -74,12 +74,18 @@ class Tokenizer:
             b"" if t in self.special_ids else texts[t].encode() if t in added else exact(texts.get(t, ""))
             for t in range(self.vocab_size)
         )
+        # A normalizer may join up to four characters into one before they are counted.
+        self._longest = max(map(len, self._bytes)) * (1 if backend.normalizer is None else 4)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of ordinary text; raises UnicodeEncodeError for lone surrogates."""
         text.encode()
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    def fewest(self, characters: int) -> int:
+        """Returns the least number of ids that ordinary text of so many characters can have."""
+        return -(-characters // max(1, self._longest))
 
     def encode_markup(self, text: str) -> list[int]:
         """Returns the ids of a template's output: special-token text becomes special tokens."""

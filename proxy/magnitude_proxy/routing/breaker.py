@@ -36,6 +36,11 @@ class Breaker:
             return True
         return not self._probing and self._clock() - self._opened_at >= self._open_s
 
+    @property
+    def failing(self) -> bool:
+        """True when the last attempt failed by the route's fault."""
+        return self._failures > 0
+
     def held_s(self) -> float:
         """Seconds until the route wants to be asked again; 0 when it may be asked now."""
         return max(0.0, self._held_until - self._clock())

@@ -80,8 +80,10 @@ class Dispatcher:
             RouteView(
                 name=name,
                 available=route.available(),
+                coming=route.coming(),
                 admitted=self._breakers[name].allows(),
                 held_s=self._breakers[name].held_s(),
+                failing=self._breakers[name].failing,
             )
             for name, route in self._routes.items()
             if takers is None or name == LOCAL or name in takers
@@ -234,8 +236,8 @@ class Dispatcher:
     async def _restarted(self, call: _Call, failure: api.Failed) -> Take | Fail:
         """Waits until the worker answers again, or before content until any other route can; else the failure."""
         call.restarts += 1
-        until = self._clock() + self._deadlines.idle_s
-        while self._clock() < until:
+        until = self._clock() + self._deadlines.worker_start_s
+        while self._clock() < until and policy.worker_coming(self.snapshot(call.step)):
             if self._routes[LOCAL].available():
                 if call.transcript.committed:
                     self._telemetry.count(RESUMES)

@@ -29,15 +29,18 @@ class RouteView:
     """One route as it is now, in the order of preference that the configuration gives.
 
     Attributes:
-        available: the route's own word.
+        available, coming: the route's own words.
         admitted: its breaker lets an attempt through.
         held_s: seconds until its Retry-After has passed.
+        failing: its last attempt failed.
     """
 
     name: str
     available: bool = True
     admitted: bool = True
     held_s: float = 0.0
+    failing: bool = False
+    coming: bool = True
 
     @property
     def usable(self) -> bool:
@@ -112,14 +115,14 @@ def first_action(step: Step, snapshot: Snapshot) -> Action:
         return Take(plan[0])
     if step.local_refusal and not upstreams(snapshot):
         return Fail(step.local_refusal)
-    worker_starts = step.local_refusal is None and any(view.name == LOCAL for view in snapshot)
-    return Wait() if worker_starts else Fail(nothing_left(step, snapshot))
+    return Wait() if step.local_refusal is None and worker_coming(snapshot) else Fail(nothing_left(step, snapshot))
 
 
 def next_action(step: Step, snapshot: Snapshot, state: CallState, failure: api.Failed) -> Action:
     """Returns what follows the failure of the last attempt in `state.tried`."""
     failed_route = state.tried[-1].route
     worker_restarts = failed_route == LOCAL and failure.code == "worker_lost" and state.restarts < MAX_RESTARTS
+    worker_restarts = worker_restarts and worker_coming(snapshot)
     if state.committed:
         return Wait() if worker_restarts and state.resumable else Fail(client_failure(state, snapshot, failure))
     if failed_route == LOCAL and failure.code in REFUSALS and not upstreams(snapshot):
@@ -215,6 +218,11 @@ def status_code(status: int) -> str:
 def operators_fault(status: int) -> bool:
     """True for statuses that say the upstream is set up wrongly (key, URL, redirect), not that the request is."""
     return status < 500 and status not in UPSTREAM_FINAL and status not in (408, 409, 425, 429)
+
+
+def worker_coming(snapshot: Snapshot) -> bool:
+    """True when there is a worker that will answer soon, if it does not now."""
+    return any(view.name == LOCAL and (view.available or view.coming) for view in snapshot)
 
 
 def upstreams(snapshot: Snapshot) -> bool:

@@ -42,6 +42,9 @@ class Route(Protocol):
     def available(self) -> bool:
         """True when an attempt has a chance: connected and ready, breaker not open. Costs nothing."""
 
+    def coming(self) -> bool:
+        """True when a route that is not available is expected to be so soon without anybody's help."""
+
     def answer(self, step: Step, attempt: int) -> AsyncGenerator[api.AnswerEvent, None]:
         """Yields the events of `step`, ending with Completed or Failed.
 

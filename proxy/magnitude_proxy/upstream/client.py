@@ -114,6 +114,10 @@ class Upstream:
         """The configured name."""
         return self._config.name
 
+    def coming(self) -> bool:
+        """False: nobody here can bring an upstream back."""
+        return False
+
     def available(self) -> bool:
         """Always True: only an attempt can tell. The dispatcher adds breaker and Retry-After."""
         return True

@@ -58,12 +58,22 @@ class LocalRoute:
     """
 
     def __init__(
-        self, socket: Path, telemetry: Telemetry, *, hang_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        socket: Path,
+        telemetry: Telemetry,
+        *,
+        hang_s: float,
+        coming: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A worker hung for `hang_s` gets no new requests. `clock` gives monotonic seconds."""
+        """A worker hung for `hang_s` gets no new requests.
+
+        `coming` says whether a worker that is away is being started; `clock` gives monotonic seconds.
+        """
         self._socket = socket
         self._telemetry = telemetry
         self._hang_s = hang_s
+        self._coming = coming
         self._clock = clock
         self._inboxes: dict[tuple[str, int], Inbox] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -95,6 +105,10 @@ class LocalRoute:
     def available(self) -> bool:
         """True when a worker is connected, has welcomed us and is not hung."""
         return self._writer is not None and not self.pulse().hung(self._hang_s)
+
+    def coming(self) -> bool:
+        """True while somebody starts a worker."""
+        return self._coming()
 
     def pulse(self) -> Pulse:
         """Returns how the worker does now."""

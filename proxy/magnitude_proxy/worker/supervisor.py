@@ -104,6 +104,7 @@ class Supervisor:
 
     Attributes:
         failure: why the worker ended the last time, in one line; None once one is ready again.
+        refused: set once a worker refused its model or settings; it would do so again.
         restarts: how many workers followed the first.
     """
 
@@ -128,6 +129,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._last_error = ""
         self.failure: str | None = None
+        self.refused = asyncio.Event()
         self.restarts = 0
 
     @property
@@ -153,6 +155,8 @@ class Supervisor:
             began = self._clock()
             status = await self._run_once()
             pause = next_pause(pause, self._clock() - began, status)
+            if status == EXIT_REFUSED:
+                self.refused.set()
             wait = pause * (0.5 + 0.5 * self._jitter())
             worker_log.error("%s; next start in %.1f s", self.failure, wait)
             await asyncio.sleep(wait)

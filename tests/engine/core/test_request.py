@@ -58,7 +58,7 @@ def feed(sequence: Sequence, tokens: list[int]) -> Emission:
         (
             {"max_tokens": 60},
             ContextTooLong,
-            "prompt",
+            "max_tokens",
             "prompt of 5 tokens plus max_tokens 60 exceeds the context of 64",
         ),
         ({"echo": True, "logprobs": 1}, FeatureUnsupported, "echo", "logprobs"),

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magnitude_engine.api import ChatInput, Message, TextInput, TokenInput, Tool, ToolCall
-from magnitude_engine.errors import ModelUnsupported, RequestError
+from magnitude_engine.errors import ContextTooLong, ModelUnsupported, RequestError
 from magnitude_engine.model.prompt import PieceCache, PromptEncoder
 from magnitude_engine.model.template import ChatTemplate
-from testkit.tiny import CHATML, SPECIAL, tiny_tokenizer
+from testkit.tiny import CHATML, SPECIAL, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 HERMES_TEMPLATE = (
@@ -228,3 +228,15 @@ def test_text_and_token_inputs_stand_as_they_are() -> None:
     assert encoder().encode(TextInput(text="a<|im_end|>")) == tuple(TOKENIZER.encode("a<|im_end|>"))
     assert encoder().encode(TextInput(text="")) == ()
     assert encoder().encode(TokenInput(ids=(1, 2, 3))) == (1, 2, 3)
+
+
+def test_what_cannot_fit_is_refused_by_its_length() -> None:
+    tiny = tiny_model()
+    longest = max(len(tiny.tokenizer.token_bytes(t)) for t in range(tiny.tokenizer.vocab_size))
+    fits, never = "x" * (longest * 10), "x" * (longest * 10 + 1)
+    assert tiny.prompts.encode(TextInput(text=fits), 10)
+    with pytest.raises(ContextTooLong, match="prompt of at least 11 tokens exceeds the context of 10"):
+        tiny.prompts.encode(TextInput(text=never), 10)
+    with pytest.raises(ContextTooLong) as caught:
+        tiny.prompts.encode(ChatInput(messages=(Message(role="user", content=never),)), 10)
+    assert caught.value.param == "messages"
