@@ -91,6 +91,9 @@ def test_python_torch_packages_and_gpus_are_judged() -> None:
     assert doctor.judge_gpu(machine(), Torch(gpus=("H200",))).level == "ok"
     assert "PyTorch build" in doctor.judge_gpu(machine(gpus=("H200",)), Torch(version="2.13.0+cpu")).todo
     assert doctor.judge_gpu(machine(), Torch(version="2.13.0")).level == "slow"
+    for slow in (doctor.judge_gpu(machine(), Torch()), doctor.judge_cpu(machine(instructions=("AVX2",)))):
+        assert slow.todo
+        assert "nothing is needed" not in slow.todo
 
 
 def test_the_verdict_needs_a_route(tmp_path: Path) -> None:
@@ -123,8 +126,33 @@ def test_ports_in_use_are_found(tmp_path: Path) -> None:
         findings = doctor.check_ports(
             ProxyConfig(data_dir=str(tmp_path), listen=ListenConfig(port=taken, admin_port=0))
         )
-    assert [(f.area, f.level, f.fatal) for f in findings] == [("port", "missing", True), ("admin port", "ok", False)]
-    assert f"127.0.0.1:{taken} is in use" in findings[0].found
+    assert [(f.area, f.level, f.fatal) for f in findings] == [("port", "in use", True), ("admin port", "ok", False)]
+    assert f"127.0.0.1:{taken} has a listener already" in findings[0].found
+    assert findings[0].todo == "choose another with --port, or stop what listens there"
+
+
+def test_a_port_in_use_is_told_from_what_is_missing(tmp_path: Path) -> None:
+    fine = Finding(area="engine", level="ok", found="")
+    taken = Finding(area="port", level="in use", found="", fatal=True)
+    lacking = Finding(area="torch", level="missing", found="", fatal=True)
+    without = ProxyConfig(data_dir=str(tmp_path), worker=WorkerConfig(mode="none"))
+    ends = [
+        doctor.to_table(doctor.judge(settings, findings)).splitlines()[-1]
+        for settings, findings in (
+            (config(tmp_path), [fine, taken]),
+            (config(tmp_path), [lacking, taken]),
+            (config(tmp_path), [lacking]),
+            (without, [fine, taken]),
+            (config(tmp_path), [fine]),
+        )
+    ]
+    assert ends == [
+        "magnitude serve cannot start on these ports.",
+        "magnitude serve cannot work here yet.",
+        "magnitude serve cannot work here yet.",
+        "magnitude serve cannot work here yet.",
+        "magnitude serve can work here.",
+    ]
 
 
 def test_folders_are_checked_where_they_will_be_made(tmp_path: Path) -> None:

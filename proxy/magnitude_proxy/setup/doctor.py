@@ -1,7 +1,8 @@
 """`magnitude doctor`: what this machine has for `serve` with the given settings, and what to do about the rest.
 
-Every finding is `ok`, `slow` (it works, but could be faster or safer) or `missing`; one that keeps `serve` from
-answering anything is `fatal`. Nothing is changed, and torch is only asked in a process of its own.
+Every finding is `ok`, `slow` (it works, but could be faster or safer), `missing` or `in use` (a port that another
+program has); one that keeps `serve` from answering anything is `fatal`. Nothing is changed, and torch is only asked in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from magnitude_proxy.setup.hardware import Machine, Torch
 from magnitude_proxy.setup.pull import is_verified, known_model, model_file
 from magnitude_proxy.store.embedded import StoreUnavailable, find_binary
 
-Level = Literal["ok", "slow", "missing"]
+Level = Literal["ok", "slow", "missing", "in use"]
 
 CHECK_S = 3.0
 LOW_DISK = 1_000_000_000
@@ -45,10 +46,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings, and whether `serve` could answer with these settings."""
+    """All findings, whether `serve` could answer with these settings, and if not, whether only ports are in use."""
 
     can_serve: bool
     findings: tuple[Finding, ...]
+    only_ports: bool = False
 
 
 def examine(config: ProxyConfig) -> Report:
@@ -68,7 +70,14 @@ def examine(config: ProxyConfig) -> Report:
         local = [check_socket(config)]
     remote = asyncio.run(_check_network(config))
     findings += [*local, *remote, *check_ports(config), check_folder(config)]
-    return Report(can_serve=can_serve(config, findings), findings=tuple(findings))
+    return judge(config, findings)
+
+
+def judge(config: ProxyConfig, findings: list[Finding]) -> Report:
+    """Returns the report of `findings`."""
+    able = can_serve(config, findings)
+    elsewhere = can_serve(config, [finding for finding in findings if finding.level != "in use"])
+    return Report(can_serve=able, findings=tuple(findings), only_ports=elsewhere and not able)
 
 
 def can_serve(config: ProxyConfig, findings: list[Finding]) -> bool:
@@ -95,8 +104,16 @@ def to_table(report: Report) -> str:
             indent = " " * len(lead)
             lines += textwrap.wrap(f"→ {finding.todo}", 118, initial_indent=indent, subsequent_indent=indent + "  ")
     lines.append("")
-    lines.append("magnitude serve can work here." if report.can_serve else "magnitude serve cannot work here yet.")
+    lines.append(_verdict(report))
     return "\n".join(lines) + "\n"
+
+
+def _verdict(report: Report) -> str:
+    if report.can_serve:
+        return "magnitude serve can work here."
+    if report.only_ports:
+        return "magnitude serve cannot start on these ports."
+    return "magnitude serve cannot work here yet."
 
 
 def judge_python(found: tuple[int, ...], optimize: int) -> Finding:
@@ -120,7 +137,7 @@ def judge_cpu(machine: Machine) -> Finding:
     elif not names & {"AVX2", "NEON"}:
         todo = "a CPU with AVX2 or NEON computes several times faster"
     elif not names & {"AVX-512 bf16", "AMX bf16", "bf16"}:
-        todo = "nothing is needed; a CPU with bf16 arithmetic (AVX-512 bf16, AMX) or a GPU prefills faster"
+        todo = "a CPU with bf16 arithmetic (AVX-512 bf16, AMX) or a GPU prefills faster"
     else:
         return Finding(area="cpu", level="ok", found=found)
     return Finding(area="cpu", level="slow", found=found, todo=todo)
@@ -168,9 +185,7 @@ def judge_gpu(machine: Machine, found: Torch) -> Finding:
     if machine.gpus:
         todo = "install the PyTorch build for this GPU's driver (see pytorch.org)"
         return Finding(area="gpu", level="slow", found=f"{', '.join(machine.gpus)}, but torch cannot use it", todo=todo)
-    return Finding(
-        area="gpu", level="slow", found="none", todo="nothing is needed: the CPU computes with packed weights"
-    )
+    return Finding(area="gpu", level="slow", found="none; the CPU computes", todo="a GPU answers larger models faster")
 
 
 def check_model(config: ProxyConfig) -> Finding:
@@ -311,10 +326,13 @@ def _check_port(area: str, host: str, port: int, flag: str) -> Finding:
         try:
             probe.bind((host, port))
         except OSError as problem:
-            taken = problem.errno == errno.EADDRINUSE
-            reason = "is in use, perhaps by a running magnitude serve" if taken else f"cannot be used: {problem}"
-            todo = f"stop what listens there, or choose another with {flag}"
-            return Finding(area=area, level="missing", found=f"{host}:{port} {reason}", todo=todo, fatal=True)
+            where = f"{host}:{port}"
+            if problem.errno == errno.EADDRINUSE:
+                found = f"{where} has a listener already, perhaps a running magnitude serve"
+                todo = f"choose another with {flag}, or stop what listens there"
+                return Finding(area=area, level="in use", found=found, todo=todo, fatal=True)
+            found, todo = f"{where} cannot be used: {problem}", f"choose another address or port ({flag})"
+            return Finding(area=area, level="missing", found=found, todo=todo, fatal=True)
     return Finding(area=area, level="ok", found=f"{host}:{port} is free")
 
 
