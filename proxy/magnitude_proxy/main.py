@@ -21,7 +21,7 @@ from magnitude_engine.errors import ConfigError, MagnitudeError
 from magnitude_proxy import settings
 from magnitude_proxy.config import ProxyConfig
 from magnitude_proxy.setup.progress import Bar
-from magnitude_proxy.setup.pull import KNOWN, ResolvedModel, known_model, pull, resolve_model
+from magnitude_proxy.setup.pull import KNOWN, KnownModel, ResolvedModel, known_model, model_file, pull, resolve_model
 
 ENGINE_MODULE = "magnitude_engine.main"
 _UNNAMED = EngineConfig(model_path="").model_name
@@ -94,9 +94,10 @@ def _serve(config: ProxyConfig) -> int:
                 "upstreams only with --no-worker --upstream URL",
                 param="worker.mode",
             )
-        bar = Bar(sys.stderr)
+        data_dir = Path(config.data_dir)
+        bar = _bar(known_model(config.worker.model), data_dir)
         try:
-            config = with_model(config, resolve_model(config.worker.model, Path(config.data_dir), bar))
+            config = with_model(config, resolve_model(config.worker.model, data_dir, bar))
         finally:
             bar.close()
     from magnitude_proxy import app
@@ -112,13 +113,19 @@ def _pull(options: argparse.Namespace) -> int:
             "folder of your own needs no pull: magnitude serve --model PATH",
             param="model",
         )
-    bar = Bar(sys.stderr)
+    data_dir = (options.data_dir or default_data_dir()).expanduser().absolute()
+    bar = _bar(model, data_dir)
     try:
-        path = pull(model, (options.data_dir or default_data_dir()).expanduser().absolute(), bar)
+        path = pull(model, data_dir, bar)
     finally:
         bar.close()
     sys.stdout.write(f"{path}\n")
     return 0
+
+
+def _bar(model: KnownModel | None, data_dir: Path) -> Bar:
+    """Returns the progress of pulling `model`; a path needs no pull and shows none."""
+    return Bar(sys.stderr, f"{model.name} to {model_file(model, data_dir)}" if model else "")
 
 
 def _doctor(config: ProxyConfig, as_json: bool) -> int:

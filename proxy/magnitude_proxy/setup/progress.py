@@ -16,10 +16,15 @@ class Progress(Protocol):
 
 
 class Bar:
-    """Draws `Progress` on a stream; `close` ends the line."""
+    """Draws `Progress` on a stream; `close` ends the line.
 
-    def __init__(self, stream: TextIO) -> None:
+    Args:
+        subject: what is worked on and where it goes; lines, which a log may hold far from the command, start with it.
+    """
+
+    def __init__(self, stream: TextIO, subject: str = "") -> None:
         self._stream = stream
+        self._lead = f"{subject}: " if subject else ""
         self._terminal = stream.isatty()
         self._drawn: tuple[str, int] | None = None
 
@@ -37,7 +42,7 @@ class Bar:
             sizes = f"{done / 1e6:.1f} / {total / 1e6:.1f} MB"
             self._stream.write(f"\r{label}  {filled:<{WIDTH}} {percent:3d} %  {sizes} ")
         else:
-            self._stream.write(f"{label}: {step} % of {total / 1e6:.1f} MB\n")
+            self._stream.write(f"{self._lead}{label}, {step} % of {total / 1e6:.1f} MB\n")
         self._stream.flush()
 
     def close(self) -> None:
