@@ -166,3 +166,12 @@ async def test_a_refused_answer_counts_no_tokens(tmp_path: Path) -> None:
         assert (await proxy.post("/chat/completions", {**ASK, "model": "magnitude"})).status == 400
         text = (await proxy.get(f"{proxy.admin}/metrics")).body.decode()
     assert 'magnitude_completion_tokens_total{route="local"} 0.0' in text
+
+
+async def test_an_upstream_that_fails_is_named_before_its_breaker_opens(tmp_path: Path) -> None:
+    async with refusing_url() as url, proxying(proxy_config(tmp_path, url)) as proxy:
+        assert (await proxy.get("/health")).json["upstreams"] == {"u0": "ok"}
+        assert (await proxy.post("/chat/completions", ASK)).status == 503
+        health = (await proxy.get("/health")).json
+        assert health["upstreams"] == {"u0": "failing"}
+        assert health["status"] == "degraded"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,3 +137,23 @@ def test_sigkill_of_the_proxy_takes_worker_and_store_along(tmp_path: Path) -> No
         while time.monotonic() < end and any(Path(f"/proc/{p}").exists() for p in pids):
             time.sleep(0.05)
         assert [p for p in pids if Path(f"/proc/{p}").exists()] == []
+
+
+def test_a_model_that_cannot_load_ends_the_start(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_text("this is no model")
+    with serving(tmp_path, "--model", str(broken), wait=False) as server:
+        assert server.process.wait(60) == 2
+        last = server.log.read_text().splitlines()[-1]
+        assert last.startswith("magnitude: the worker cannot start")
+        assert "GGUF" in last
+
+
+def test_a_port_in_use_stops_the_start_before_a_worker_is_started(tmp_path: Path) -> None:
+    lend_model(tmp_path / "data", smollm2_path())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with serving(tmp_path, "--port", port, wait=False) as server:
+            assert server.process.wait(60) == 2
+            assert "choose another with --port" in server.log.read_text()
+            assert "worker started" not in server.log.read_text()
