@@ -251,9 +251,19 @@ class CacheManager:
             if superseded is not None:
                 self._pool.end_retention([superseded.page])
             if node.page != page and len(chunk) == PAGE_TOKENS:
-                self._pool.lease([node.page])
-                self._pool.end_lease([page])
-                lease.pages[index] = node.page
+                self._replace(lease, index, node.page)
+
+    def _replace(self, lease: Lease, index: int, page: int) -> None:
+        """Gives `page` in place of another to a lease, and to the forks that share that one with it.
+
+        Whoever shares a page also shares all pages before it; so it stays true for what is retained behind it.
+        """
+        old = lease.pages[index]
+        alone = self._pool.leases(old) == 1
+        for each in [lease] if alone else [x for x in self._leases if x.pages[index : index + 1] == [old]]:
+            self._pool.lease([page])
+            self._pool.end_lease([old])
+            each.pages[index] = page
 
     def _copy_page(self, source: int, lease: Lease) -> bool:
         """Appends a copy of `source` to the lease; False if there is no page for it.

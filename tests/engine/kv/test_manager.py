@@ -194,6 +194,21 @@ def test_eviction_of_thousands_of_pages_looks_at_each_once() -> None:
     manager.check_integrity()
 
 
+def test_forks_go_on_together_with_the_retained_pages() -> None:
+    manager = CacheManager(16)
+    root = computed(manager, MAIN, IDS[:32])
+    child = manager.fork(root, 1)
+    assert child is not None
+    manager.commit(computed(manager, MAIN._replace(session="other"), IDS[:16]), IDS)
+    manager.publish(root, IDS)
+    assert child.pages == root.pages
+    manager.check_integrity()
+    manager.commit(root, IDS)
+    assert manager.evict(16) == 0
+    manager.release(child)
+    assert manager.evict(16) == 2
+
+
 def test_pages_in_use_are_never_evicted() -> None:
     manager = CacheManager(4)
     running = computed(manager, MAIN, IDS[:48])

@@ -6,6 +6,8 @@ The model of a page is what a real one holds: per slot the whole token prefix th
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,11 +19,15 @@ from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, pages_for
 PAGES = 12
 KEYS = st.builds(CacheKey, st.sampled_from("ab"), st.sampled_from("st"), st.sampled_from(["main", "x"]))
 # Two symbols and short runs make common prefixes, and differences inside pages, frequent.
-IDS = st.lists(st.sampled_from([(0,) * 11, (1,) * 7, (0, 1), (2,)]), min_size=1, max_size=9).map(
-    lambda parts: [i for part in parts for i in part]
-)
+PARTS = [(0,) * 11, (1,) * 7, (0, 1), (2,)]
+IDS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=9).map(lambda parts: [i for part in parts for i in part])
 Prefix = tuple[str, tuple[int, ...]]
 Slot = Prefix | None
+
+
+def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Returns the length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class Retained:
@@ -38,15 +44,18 @@ class Retained:
         return [(tenant, ids[:cut]) for cut in cuts]
 
     def longest(self, tenant: str, ids: tuple[int, ...]) -> tuple[int, Prefix | None]:
-        """Returns the longest common prefix with any entry, and that entry."""
-        best: tuple[int, Prefix | None] = (0, None)
-        for key in self.entries:
-            common = next(
-                (i for i, (a, b) in enumerate(zip(key[1], ids, strict=False)) if a != b), min(len(key[1]), len(ids))
-            )
-            if key[0] == tenant and common > best[0]:
-                best = (common, key)
-        return best
+        """Returns the longest common prefix with any entry, and the entry whose page holds the end of it.
+
+        Of several the one next before `ids` in the order of ids, as the tree's choice is told by what it evicts.
+        """
+        common = {k: shared(k[1], ids) for k in self.entries if k[0] == tenant}
+        best = max(common.values(), default=0)
+        if not best:
+            return 0, None
+        end = pages_for(best) * PAGE_TOKENS
+        ties = {k[1][:end] for k, length in common.items() if length == best}
+        before = [k for k in ties if k < ids[:end]]
+        return best, (tenant, max(before) if before else min(ties))
 
     def use(self, key: Prefix, length: int) -> None:
         """Counts the pages that serve the first `length` tokens of `key` as used."""
@@ -62,7 +71,7 @@ class Retained:
             covering = [k for k in self.entries if k[0] == tenant and k[1][: len(key[1])] == key[1]]
             covering = [k for k in covering if pages_for(len(k[1])) == pages_for(len(key[1]))]
             if covering:
-                self.entries[covering[0]][1] = self.clock
+                self.entries[min(covering)][1] = self.clock
                 continue
             for shorter in [k for k in self.entries if k[0] == tenant and key[1][: len(k[1])] == k[1]]:
                 if len(shorter[1]) % PAGE_TOKENS:
@@ -90,6 +99,7 @@ class Machine(RuleBasedStateMachine):
         self.model = Retained()
         self.slots: list[list[Slot]] = [[None] * PAGE_TOKENS for _ in range(PAGES)]
         self.ids: dict[Lease, list[int]] = {}
+        self.found = 0
         # How many tokens of a lease may be retained, where it shares pages with one whose numbers were broken.
         self.spoiled: dict[Lease, int] = {}
 
@@ -118,13 +128,14 @@ class Machine(RuleBasedStateMachine):
         lease = self.manager.acquire(key, ids)
         if entry is not None:
             self.model.use(entry, expected)
-        shared = [self.model.entries[k][0] for k in self.model.path((key.tenant, wanted[: expected // 16 * 16]))]
-        assert lease.pages[: len(shared)] == shared
+        full = [self.model.entries[k][0] for k in self.model.path((key.tenant, wanted[: expected // 16 * 16]))]
+        assert lease.pages[: len(full)] == full
         if lease.reused != expected:
             assert (lease.reused, self.manager.available) == (expected // 16 * 16, 0)
         assert lease.reused == lease.length
-        self._follow_evictions(before, in_use | set(shared))
+        self._follow_evictions(before, in_use | set(full))
         self.ids[lease] = ids
+        self.found += lease.reused > 0
         return lease
 
     @rule(lease=running, count=st.integers(1, 40))
@@ -256,6 +267,57 @@ class Machine(RuleBasedStateMachine):
         self.manager.evict(PAGES)
         assert self.manager.retained == 0
         self.manager.check_integrity()
+
+
+def walk(seed: int, steps: int) -> Machine:
+    """Takes random steps with few leases at once, so that, unlike Hypothesis' programs, most find and evict."""
+    draw = random.Random(seed)
+    machine = Machine()
+    leases: list[Lease] = []
+
+    def ids() -> list[int]:
+        return [i for _ in range(draw.randint(1, 9)) for i in draw.choice(PARTS)]
+
+    def step(kind: str) -> None:
+        if kind == "acquire" and len(leases) < 4:
+            leases.append(machine.acquire(CacheKey(draw.choice("ab"), draw.choice("st"), "main"), ids()))
+        elif kind == "evict":
+            machine.evict(draw.randint(1, 3))
+        elif kind != "acquire" and leases:
+            lease = draw.choice(leases)
+            if kind == "compute":
+                machine.compute(lease, draw.randint(1, 100))
+            elif kind == "generate":
+                machine.generate(lease, ids()[:20])
+            elif kind == "fork":
+                leases.append(machine.fork(lease, 1))
+            elif kind == "publish":
+                machine.publish(lease)
+            else:
+                leases.remove(lease)
+                machine.forget(lease) if kind == "forget" else machine.end(lease, kind)
+
+    kinds = {"acquire": 4, "compute": 8, "commit": 5, "release": 3, "generate": 2, "fork": 3, "publish": 4}
+    for kind in draw.choices([*kinds, "forget", "evict"], [*kinds.values(), 1, 2], k=steps):
+        step(kind)
+        machine.accounts_agree()
+        machine.the_tree_is_what_the_dictionary_says()
+        machine.every_lease_reads_its_own_prefix()
+        machine.every_retained_page_holds_what_was_committed()
+    machine.teardown()
+    return machine
+
+
+def test_random_walks() -> None:
+    machines = [walk(seed, 100) for seed in range(25)]
+    assert sum(m.found for m in machines) > 25
+    assert sum(m.manager.evicted_pages for m in machines) > 25
+
+
+@pytest.mark.slow
+def test_many_random_walks() -> None:
+    for seed in range(1000, 3000):
+        walk(seed, 150)
 
 
 class TestManagerStates(Machine.TestCase):  # type: ignore[misc,valid-type]
