@@ -211,6 +211,8 @@ def _ids(node: Node) -> tuple[int, ...]:
 def _closest(node: Node, chunk: tuple[int, ...]) -> tuple[Node | None, int]:
     """Returns the child with the longest common prefix, and its length."""
     at = bisect_left(node.children, chunk, key=_ids)
+    if at < len(node.children) and node.children[at].ids == chunk:
+        return node.children[at], len(chunk)
     beside = [(common_prefix(child.ids, chunk), child) for child in node.children[max(0, at - 1) : at + 1]]
     common, child = max(beside, key=lambda pair: pair[0], default=(0, None))
     return child, common
