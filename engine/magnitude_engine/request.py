@@ -56,7 +56,7 @@ class PreparedRequest:
         return self.generate.input if isinstance(self.generate.input, api.ChatInput) else None
 
     def cache_key(self, choice: int) -> CacheKey:
-        """Returns under which key the tokens of a choice are retained."""
+        """Returns whose the tokens of a choice are."""
         return CacheKey(self.generate.tenant, self.generate.session, self.generate.branch, choice)
 
 

@@ -4,7 +4,7 @@
     plan      rows per sequence (scheduler.plan_rows), pages for them, one batch (step.build_batch)
     forward   the model computes the batch; keys and values land in the pages
     sample    one token for each sequence whose last known token was computed; choices of one prompt fork here
-    commit    tokens become events; what ended is retained for the session's next step
+    commit    tokens become events; what ended is retained for the tenant's later requests
 
 Prefill, decoding, resuming and recomputing after preemption are the same thing: a sequence has known tokens, some
 of them are in the cache, the step computes more of them, and when none is missing the next token is drawn. The
@@ -227,8 +227,9 @@ class Stepper:
             if len(rows) > len(drawing):
                 logits = logits[[i for i, _ in rows]]
             drawn = draw(logits, [row_spec(choice) for _, choice in rows])
-        for sequence in drawing:
-            if sequence.lease is not None and not sequence.output:
+        broken = {i for (i, _), each in zip(rows, drawn, strict=True) if not each.finite}
+        for i, sequence in enumerate(drawing):
+            if sequence.lease is not None and not sequence.output and i not in broken:
                 self.manager.publish(sequence.lease, sequence.tokens)
             if sequence.width > 1:
                 self._fork(sequence)
@@ -298,11 +299,9 @@ class Stepper:
     def _fail_numeric(self, job: Job) -> None:
         """Ends a job whose logits are not finite; nothing that it computed, or started from, is found again."""
         self.telemetry.count(names.NUMERIC_FAILURES)
-        generate = job.prepared.generate
-        self.manager.forget(generate.tenant, generate.session)
         for sequence in job.sequences:
             if sequence.lease is not None:
-                self.manager.release(sequence.lease, dirty=True)
+                self.manager.forget(sequence.lease)
                 self._running.remove(sequence)
                 sequence.lease = None
         message = "the model produced numbers that are not finite for this request; send it again"

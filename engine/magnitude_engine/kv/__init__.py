@@ -1,1 +1,1 @@
-"""The key-value cache: pages, who holds them, and what is kept of a session for its next step."""
+"""The key-value cache: pages, who holds them, and the prefixes that a tenant's later requests find again."""

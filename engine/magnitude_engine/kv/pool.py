@@ -1,7 +1,7 @@
 """Accounts for the pages of the key-value cache: who holds each page, which are free, which must be zeroed.
 
-A page has two kinds of holders: leases (sequences that a step may read or write) and retained entries (what is
-kept for a session's next step). Its state follows from the two counts:
+A page has two kinds of holders: leases (sequences that a step may read or write) and the radix tree of what is
+retained. Its state follows from the two counts:
 
     leases 0, retained 0    free
     leases 0, retained > 0  idle: may be evicted at any time
@@ -68,7 +68,7 @@ class PagePool:
 
     @property
     def idle(self) -> int:
-        """Pages held by retained entries only."""
+        """Pages that are only retained."""
         return self._idle
 
     def leases(self, page: int) -> int:
@@ -76,7 +76,7 @@ class PagePool:
         return self._leases[page]
 
     def holders(self, page: int) -> int:
-        """Returns how many leases and retained entries hold `page`."""
+        """Returns how many leases, and the tree, hold `page`."""
         return self._leases[page] + self._retained[page]
 
     def allocate(self, count: int, tenant: str, after: int | None = None) -> Allocation:
@@ -105,16 +105,22 @@ class PagePool:
             self._leases[page] += 1
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Adds a retained entry to leased pages."""
+        """Notes that leased pages are in the tree."""
         for page in pages:
             self._retained[page] += 1
 
-    def end_lease(self, pages: Iterable[int], dirty: bool = False) -> None:
-        """Takes a lease from pages; `dirty` pages are zeroed before anyone uses them anew."""
+    def spoil(self, pages: Iterable[int]) -> None:
+        """Notes that held pages have numbers nobody may read again: they are zeroed before their next use."""
+        self._dirty.update(pages)
+
+    def spoiled(self, page: int) -> bool:
+        """Returns whether `page` was spoiled and not handed out since."""
+        return page in self._dirty
+
+    def end_lease(self, pages: Iterable[int]) -> None:
+        """Takes a lease from pages."""
         for page in pages:
             self._leases[page] -= 1
-            if dirty:
-                self._dirty.add(page)
             if self._leases[page] == 0:
                 if self._retained[page]:
                     self._idle += 1
@@ -122,7 +128,7 @@ class PagePool:
                     self._give_back(page)
 
     def end_retention(self, pages: Iterable[int]) -> None:
-        """Takes a retained entry from pages."""
+        """Notes that pages are no longer in the tree."""
         for page in pages:
             self._retained[page] -= 1
             if self._leases[page] == 0 and self._retained[page] == 0:

@@ -109,11 +109,64 @@ def test_reuse_ends_at_the_first_different_token(model: LoadedModel) -> None:
     assert answer.ids() == alone(model, changed).ids()
 
 
-def test_another_tenant_or_session_shares_nothing(model: LoadedModel) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_another_session_of_the_tenant_shares_the_prefix_and_another_tenant_nothing(
+    model: LoadedModel, sampling: api.Sampling
+) -> None:
     engine = small(model)
-    run(engine, generate(LONG, session="s", tenant="a"))
-    answers = run(engine, generate(LONG, session="s", tenant="b"), generate(LONG, session="z", tenant="a"))
-    assert [a.started.cached_tokens for a in answers] == [0, 0]
+    run(engine, generate(LONG + " first", session="a", tenant="t", sampling=sampling))
+    common = len(model.tokenizer.encode(LONG))
+    requests = [generate(LONG + " second", session="b", tenant=t, sampling=sampling) for t in ("t", "u")]
+    answers = run(engine, *requests)
+    assert common - 1 <= answers[0].started.cached_tokens < answers[0].started.prompt_tokens
+    assert answers[0].usage.cached_tokens == answers[0].started.cached_tokens
+    assert answers[1].started.cached_tokens == 0
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.ids() == alone(model, request).ids()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_eight_sessions_with_one_system_prompt_at_once(model: LoadedModel, sampling: api.Sampling) -> None:
+    engine = small(model)
+    run(engine, generate(LONG, sampling=sampling))
+    requests = [generate(LONG + p, sampling=sampling, max_tokens=5 + i) for i, p in enumerate(PROMPTS[:8])]
+    answers = run(engine, *requests)
+    common = len(model.tokenizer.encode(LONG))
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.started.cached_tokens >= common - 1
+        assert answer.ids() == alone(model, request).ids()
+
+
+def test_sessions_that_start_together_keep_their_common_prompt_once(model: LoadedModel) -> None:
+    engine = small(model)
+    requests = [generate(LONG, sampling=SEEDED, max_tokens=4) for _ in range(4)]
+    seen: list[int] = []
+    answers = run(engine, *requests, between=lambda: seen.append(engine.status().pages_free))
+    pages = answers[0].started.prompt_tokens // 16
+    assert 64 - seen[1] <= pages + 4 * 2
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.ids() == alone(model, request).ids()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_sessions_that_share_a_prefix_are_preempted_and_still_equal(model: LoadedModel, sampling: api.Sampling) -> None:
+    engine = small(model, pages=8)
+    requests = [generate(LONG[:30] + p[-14:], sampling=sampling, max_tokens=40) for p in PROMPTS[:4]]
+    answers = run(engine, *requests)
+    assert engine.status().counters["preemptions"] > 0
+    assert engine.status().counters["cached_tokens"] > 0
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.ids() == alone(model, request).ids()
+
+
+def test_choices_of_another_session_start_from_the_shared_prefix(model: LoadedModel) -> None:
+    engine = small(model)
+    run(engine, generate(LONG, sampling=SEEDED))
+    request = generate(LONG + " again", n=4, sampling=SEEDED)
+    (answer,) = run(engine, request)
+    expected = alone(model, request)
+    assert answer.started.cached_tokens >= len(model.tokenizer.encode(LONG)) - 1
+    assert [answer.ids(c) for c in range(4)] == [expected.ids(c) for c in range(4)]
 
 
 def test_level_off_computes_every_prompt_anew(model: LoadedModel) -> None:
@@ -286,6 +339,23 @@ def test_a_row_that_is_not_finite_fails_its_own_request_only(model: LoadedModel)
     assert engine.status().pages_free == 64
 
 
+def test_what_a_broken_request_started_from_is_computed_anew_for_every_session(model: LoadedModel) -> None:
+    broken = generate(LONG + " broken", session="b")
+
+    def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
+        return logits * math.nan if call == 14 else logits
+
+    engine = small(spoiled(model, spoil))
+    run(engine, generate(LONG, session="a"))
+    (failed,) = run(engine, broken)
+    assert failed.started.cached_tokens > 0
+    assert failed.failed is not None
+    (again,) = run(engine, generate(LONG, session="c"))
+    assert again.started.cached_tokens == 0
+    assert again.ids() == alone(model, generate(LONG)).ids()
+    assert engine.status().pages_free == 64
+
+
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(model: LoadedModel) -> None:
     def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
         if call == 3:
@@ -360,7 +430,7 @@ def test_chunks_shrink_where_steps_are_slow(seconds_per_step: float, rows: int) 
         tiny_model(profile="native"), engine_config(), clock=lambda: next(clock) * seconds_per_step, pages=64
     )
     (first,) = run(engine, generate(LONG))
-    (second,) = run(engine, generate(LONG + LONG))
+    (second,) = run(engine, generate(LONG + LONG, tenant="another"))
     done = [p.done for p in second.of(api.Progress)]
     assert first.of(api.Progress)[0].done == 64
     assert done[0] == rows

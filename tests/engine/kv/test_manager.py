@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, common_prefix, pages_for
-from magnitude_engine.kv.pool import PageOp
+from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, pages_for
+from magnitude_engine.kv.pool import IntegrityError, PageOp
 
 MAIN = CacheKey("tenant", "session", "main")
 IDS = tuple(range(100))
@@ -17,11 +17,6 @@ def computed(manager: CacheManager, key: CacheKey, ids: tuple[int, ...]) -> Leas
     assert manager.extend(lease, len(ids))
     manager.advance(lease, len(ids) - lease.length)
     return lease
-
-
-@pytest.mark.parametrize(("a", "b", "expected"), [([], [], 0), ([1, 2], [1, 2, 3], 2), (IDS, (*IDS[:70], 7), 70)])
-def test_common_prefix(a: list[int], b: list[int], expected: int) -> None:
-    assert common_prefix(a, b) == expected
 
 
 def test_the_next_step_takes_the_pages_over_and_stays_in_one_run() -> None:
@@ -69,14 +64,75 @@ def test_a_second_step_of_the_session_shares_what_is_published() -> None:
     manager.check_integrity()
 
 
-def test_another_branch_copies_the_partial_page_and_leaves_the_entry() -> None:
+@pytest.mark.parametrize("key", [MAIN, MAIN._replace(branch="other"), MAIN._replace(session="other")])
+def test_only_one_sequence_writes_on_the_last_page_and_others_copy_it(key: CacheKey) -> None:
     manager = CacheManager(16)
     manager.commit(computed(manager, MAIN, IDS[:40]), IDS)
-    branch = manager.acquire(MAIN._replace(branch="other"), IDS[:60])
-    source = branch.pages[1] + 1
-    assert branch.reused == 40
-    assert manager.take_ops() == [PageOp(source, branch.pages[2])]
-    assert manager.acquire(MAIN, IDS[:60]).reused == 40
+    writer = manager.acquire(MAIN, IDS[:60])
+    other = manager.acquire(key, (*IDS[:40], 7, 8, 9))
+    assert (writer.reused, other.reused) == (40, 40)
+    assert other.pages[:2] == writer.pages[:2]
+    assert manager.take_ops() == [PageOp(writer.pages[2], other.pages[2])]
+    manager.check_integrity()
+    manager.advance(writer, 5)
+    manager.commit(writer, IDS)
+    manager.advance(other, 2)
+    manager.commit(other, (*IDS[:40], 7, 8, 9))
+    manager.check_integrity()
+    assert manager.retained == 4
+    assert manager.acquire(key, IDS[:60]).reused == 45
+    assert manager.acquire(key, (*IDS[:40], 7, 8, 9)).reused == 42
+
+
+def test_what_a_released_writer_started_from_is_still_found() -> None:
+    manager = CacheManager(16)
+    manager.commit(computed(manager, MAIN, IDS[:20]), IDS)
+    writer = computed(manager, MAIN, IDS[:60])
+    manager.release(writer)
+    assert manager.retained == 2
+    assert manager.acquire(MAIN, IDS[:60]).reused == 20
+    manager.check_integrity()
+
+
+def test_the_beginning_of_a_full_page_is_copied() -> None:
+    manager = CacheManager(16)
+    manager.commit(computed(manager, MAIN, IDS[:64]), IDS)
+    lease = manager.acquire(MAIN._replace(session="other"), (*IDS[:35], 500, 501))
+    assert (lease.reused, len(lease.pages)) == (35, 3)
+    assert [op.target for op in manager.take_ops()] == lease.pages[2:]
+    manager.check_integrity()
+
+
+def test_sixteen_branches_store_a_long_prefix_once() -> None:
+    manager = CacheManager(400)
+    prefix = tuple(range(6000))
+    manager.commit(computed(manager, MAIN, prefix), prefix)
+    assert manager.available - manager.retained == 400 - 375
+    branches = []
+    for number in range(16):
+        ids = (*prefix, *range(10_000 + number, 10_010 + number))
+        branch = computed(manager, MAIN._replace(branch=str(number)), ids)
+        assert branch.reused == 6000
+        branches.append((branch, ids))
+    assert manager.available == 400 - 375 - 16
+    for branch, ids in branches:
+        manager.commit(branch, ids)
+    assert (manager.available, manager.retained) == (400, 375 + 16)
+    manager.check_integrity()
+
+
+def test_two_that_computed_the_same_keep_it_once() -> None:
+    manager = CacheManager(16)
+    first = computed(manager, MAIN, IDS[:40])
+    second = computed(manager, MAIN._replace(session="other"), IDS[:40])
+    manager.publish(first, IDS)
+    manager.publish(second, IDS)
+    assert second.pages[:2] == first.pages[:2]
+    assert manager.available == 16 - 4
+    manager.check_integrity()
+    manager.commit(second, IDS)
+    manager.commit(first, IDS)
+    assert manager.retained == 3
     manager.check_integrity()
 
 
@@ -101,25 +157,63 @@ def test_a_fork_without_room_gives_everything_back() -> None:
     assert manager.available == 2
 
 
-def test_the_least_recently_used_entry_loses_its_last_pages_first() -> None:
+def test_the_least_recently_used_leaf_loses_its_last_pages_first() -> None:
     manager = CacheManager(8)
-    old, new = MAIN._replace(session="old"), MAIN._replace(session="new")
-    manager.commit(computed(manager, old, IDS[:64]), IDS)
-    manager.commit(computed(manager, new, IDS[:64]), IDS)
-    lease = manager.acquire(MAIN, IDS[:33])
+    old, new = IDS[:64], IDS[30:94]
+    manager.commit(computed(manager, MAIN, old), old)
+    manager.commit(computed(manager, MAIN, new), new)
+    lease = manager.acquire(MAIN._replace(tenant="another"), IDS[:33])
     assert manager.extend(lease, 33)
     assert manager.evicted_pages == 3
     manager.release(lease)
-    assert manager.acquire(old, IDS[:64]).reused == 16
-    assert manager.acquire(new, IDS[:64]).reused == 63
+    assert manager.acquire(MAIN, old).reused == 16
+    assert manager.acquire(MAIN, new).reused == 63
     manager.check_integrity()
+
+
+def test_a_shared_prefix_outlives_the_branch_that_was_not_used() -> None:
+    manager = CacheManager(8)
+    left, right = IDS[:64], (*IDS[:32], *range(500, 532))
+    manager.commit(computed(manager, MAIN, left), left)
+    manager.commit(computed(manager, MAIN._replace(branch="right"), right), right)
+    assert manager.evict(4) == 4
+    manager.check_integrity()
+    assert manager.acquire(MAIN, left).reused == 32
+    assert manager.acquire(MAIN, right).reused == 32
+
+
+def test_thousands_of_pages_are_evicted_one_by_one() -> None:
+    manager = CacheManager(4000)
+    for number in range(1000):
+        ids = tuple(range(number * 64, number * 64 + 64))
+        manager.commit(computed(manager, MAIN, ids), ids)
+    seen = 0
+    while manager.evict(1):
+        seen += 1
+    assert (seen, manager.retained, manager.available) == (4000, 0, 4000)
+    manager.check_integrity()
+
+
+def test_forks_go_on_together_with_the_retained_pages() -> None:
+    manager = CacheManager(16)
+    root = computed(manager, MAIN, IDS[:32])
+    child = manager.fork(root, 1)
+    assert child is not None
+    manager.commit(computed(manager, MAIN._replace(session="other"), IDS[:16]), IDS)
+    manager.publish(root, IDS)
+    assert child.pages == root.pages
+    manager.check_integrity()
+    manager.commit(root, IDS)
+    assert manager.evict(16) == 0
+    manager.release(child)
+    assert manager.evict(16) == 2
 
 
 def test_pages_in_use_are_never_evicted() -> None:
     manager = CacheManager(4)
     running = computed(manager, MAIN, IDS[:48])
     manager.publish(running, IDS)
-    other = manager.acquire(MAIN._replace(session="other"), IDS)
+    other = manager.acquire(MAIN._replace(tenant="other"), IDS)
     assert not manager.extend(other, 32)
     assert manager.extend(other, 16)
     manager.check_integrity()
@@ -138,12 +232,68 @@ def test_broken_numbers_are_not_found_again() -> None:
     manager = CacheManager(4)
     broken = computed(manager, MAIN, IDS[:40])
     manager.publish(broken, IDS)
-    manager.forget("tenant", "session")
-    manager.release(broken, dirty=True)
+    manager.forget(broken)
     lease = manager.acquire(MAIN, IDS[:40])
     assert lease.reused == 0
     assert manager.extend(lease, 40)
     assert {op for op in manager.take_ops() if op.source is None} == {PageOp(None, p) for p in lease.pages}
+    manager.check_integrity()
+
+
+def test_what_a_broken_sequence_started_from_goes_with_all_behind_it() -> None:
+    manager = CacheManager(16)
+    other = (*IDS[:20], *range(500, 520))
+    kept = tuple(range(700, 740))
+    for ids in (IDS[:40], other, kept):
+        manager.commit(computed(manager, MAIN, ids), ids)
+    manager.forget(computed(manager, MAIN, IDS[:60]))
+    assert [manager.acquire(MAIN, ids).reused for ids in (IDS[:40], other, kept)] == [0, 0, 39]
+    manager.check_integrity()
+
+
+def test_the_source_of_a_broken_copy_is_not_found_again() -> None:
+    manager = CacheManager(16)
+    manager.commit(computed(manager, MAIN, IDS[:30]), IDS)
+    broken = manager.acquire(MAIN, (*IDS[:9], 500))
+    assert broken.reused == 9
+    manager.forget(broken)
+    assert manager.retained == 0
+    assert manager.acquire(MAIN, IDS[:30]).reused == 0
+    manager.check_integrity()
+
+
+def test_a_sequence_beside_a_broken_one_retains_nothing_of_their_shared_pages() -> None:
+    manager = CacheManager(16)
+    root = computed(manager, MAIN, IDS[:40])
+    child = manager.fork(root, 1)
+    assert child is not None
+    manager.forget(root)
+    assert manager.extend(child, 60)
+    manager.advance(child, 20)
+    manager.publish(child, IDS)
+    manager.check_integrity()
+    manager.commit(child, IDS)
+    assert (manager.retained, manager.available) == (0, 16)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("damage", ["ids", "page", "link", "holder"])
+def test_damaged_accounts_are_found(damage: str) -> None:
+    manager = CacheManager(8)
+    manager.commit(computed(manager, MAIN, IDS[:40]), IDS)
+    lease = manager.acquire(MAIN, IDS[:60])
+    node = manager._tree.at(lease.pages[1])
+    assert node is not None
+    if damage == "ids":
+        node.ids = node.ids[:5]
+    elif damage == "page":
+        node.page = lease.pages[0]
+    elif damage == "link":
+        node.children[0].parent = None
+    else:
+        lease.pages.append(lease.pages[0])
+    with pytest.raises(IntegrityError):
+        manager.check_integrity()
 
 
 def test_without_reuse_nothing_is_retained() -> None:

@@ -1,9 +1,12 @@
-"""Any order of calls keeps the counts right and the contents of every page what its readers expect.
+"""Any order of calls keeps the counts right, the contents of every page what its readers expect, and what is found
+equal to what a plain dictionary of prefixes holds.
 
 The model of a page is what a real one holds: per slot the whole token prefix that its key and value depend on.
 """
 
 from __future__ import annotations
+
+import random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,10 +19,73 @@ from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, pages_for
 PAGES = 12
 KEYS = st.builds(CacheKey, st.sampled_from("ab"), st.sampled_from("st"), st.sampled_from(["main", "x"]))
 # Two symbols and short runs make common prefixes, and differences inside pages, frequent.
-IDS = st.lists(st.sampled_from([(0,) * 11, (1,) * 7, (0, 1), (2,)]), min_size=1, max_size=9).map(
-    lambda parts: [i for part in parts for i in part]
-)
-Slot = tuple[str, tuple[int, ...]] | None
+PARTS = [(0,) * 11, (1,) * 7, (0, 1), (2,)]
+IDS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=9).map(lambda parts: [i for part in parts for i in part])
+Prefix = tuple[str, tuple[int, ...]]
+Slot = Prefix | None
+
+
+def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Returns the length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Retained:
+    """A dictionary from (tenant, prefix) to [page of its last tokens, number of its last use]; scans everything."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Prefix, list[int]] = {}
+        self.clock = 0
+
+    def path(self, key: Prefix) -> list[Prefix]:
+        """Returns the entries of the pages that hold a prefix, the first page first."""
+        tenant, ids = key
+        cuts = [*range(PAGE_TOKENS, len(ids), PAGE_TOKENS), len(ids)] if ids else []
+        return [(tenant, ids[:cut]) for cut in cuts]
+
+    def longest(self, tenant: str, ids: tuple[int, ...]) -> tuple[int, Prefix | None]:
+        """Returns the longest common prefix with any entry, and the entry whose page holds the end of it.
+
+        Of several the one next before `ids` in the order of ids, as the tree's choice is told by what it evicts.
+        """
+        common = {k: shared(k[1], ids) for k in self.entries if k[0] == tenant}
+        best = max(common.values(), default=0)
+        if not best:
+            return 0, None
+        end = pages_for(best) * PAGE_TOKENS
+        ties = {k[1][:end] for k, length in common.items() if length == best}
+        before = [k for k in ties if k < ids[:end]]
+        return best, (tenant, max(before) if before else min(ties))
+
+    def use(self, key: Prefix, length: int) -> None:
+        """Counts the pages that serve the first `length` tokens of `key` as used."""
+        self.clock += 1
+        for entry in self.path(key):
+            if len(entry[1]) - length < PAGE_TOKENS and entry in self.entries:
+                self.entries[entry][1] = self.clock
+
+    def add(self, tenant: str, ids: tuple[int, ...], pages: list[int]) -> None:
+        """Retains a sequence; of two prefixes within one page the longer one stays."""
+        self.clock += 1
+        for key, page in zip(self.path((tenant, ids)), pages, strict=False):
+            covering = [k for k in self.entries if k[0] == tenant and k[1][: len(key[1])] == key[1]]
+            covering = [k for k in covering if pages_for(len(k[1])) == pages_for(len(key[1]))]
+            if covering:
+                self.entries[min(covering)][1] = self.clock
+                continue
+            for shorter in [k for k in self.entries if k[0] == tenant and key[1][: len(k[1])] == k[1]]:
+                if len(shorter[1]) % PAGE_TOKENS:
+                    del self.entries[shorter]
+            self.entries[key] = [page, self.clock]
+
+    def below(self, key: Prefix) -> list[Prefix]:
+        """Returns the entries that begin with `key`, itself included."""
+        return [k for k in self.entries if k[0] == key[0] and k[1][: len(key[1])] == key[1]]
+
+    def evict(self, in_use: set[int]) -> None:
+        """Drops the least recently used entry that nothing needs."""
+        leaves = [k for k, (page, _) in self.entries.items() if page not in in_use and self.below(k) == [k]]
+        del self.entries[min(leaves, key=lambda k: self.entries[k][1])]
 
 
 class Machine(RuleBasedStateMachine):
@@ -30,18 +96,46 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.manager = CacheManager(PAGES)
+        self.model = Retained()
         self.slots: list[list[Slot]] = [[None] * PAGE_TOKENS for _ in range(PAGES)]
         self.ids: dict[Lease, list[int]] = {}
+        self.found = 0
+        # How many tokens of a lease may be retained, where it shares pages with one whose numbers were broken.
+        self.spoiled: dict[Lease, int] = {}
 
     def _apply_ops(self) -> None:
         for source, target in self.manager.take_ops():
             self.slots[target] = [None] * PAGE_TOKENS if source is None else list(self.slots[source])
 
+    def _in_use(self) -> set[int]:
+        return {page for lease in self.ids for page in lease.pages}
+
+    def _follow_evictions(self, before: int, in_use: set[int]) -> None:
+        for _ in range(self.manager.evicted_pages - before):
+            self.model.evict(in_use)
+
+    def _retained(self, lease: Lease, length: int) -> None:
+        """The model's part of publish and commit: nothing is retained from a spoiled page on."""
+        length = min(length, self.spoiled.get(lease, length))
+        if length:
+            self.model.add(lease.key.tenant, tuple(self.ids[lease][:length]), list(lease.pages))
+
     @rule(target=running, key=KEYS, ids=IDS)
     def acquire(self, key: CacheKey, ids: list[int]) -> Lease:
+        wanted = tuple(ids[: len(ids) - 1])
+        expected, entry = self.model.longest(key.tenant, wanted)
+        before, in_use = self.manager.evicted_pages, self._in_use()
         lease = self.manager.acquire(key, ids)
-        assert lease.reused == lease.length <= len(ids) - 1
+        if entry is not None:
+            self.model.use(entry, expected)
+        full = [self.model.entries[k][0] for k in self.model.path((key.tenant, wanted[: expected // 16 * 16]))]
+        assert lease.pages[: len(full)] == full
+        if lease.reused != expected:
+            assert (lease.reused, self.manager.available) == (expected // 16 * 16, 0)
+        assert lease.reused == lease.length
+        self._follow_evictions(before, in_use | set(full))
         self.ids[lease] = ids
+        self.found += lease.reused > 0
         return lease
 
     @rule(lease=running, count=st.integers(1, 40))
@@ -51,9 +145,11 @@ class Machine(RuleBasedStateMachine):
         if ids is None:
             return
         stop = min(lease.length + count, len(ids))
+        before, in_use = self.manager.evicted_pages, self._in_use()
         if not self.manager.extend(lease, stop):
             assert self.manager.available < pages_for(stop) - len(lease.pages)
             return
+        self._follow_evictions(before, in_use)
         self._apply_ops()
         for position in range(lease.length, stop):
             page, offset = lease.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
@@ -69,35 +165,86 @@ class Machine(RuleBasedStateMachine):
     @rule(target=running, lease=running, choice=st.integers(1, 3))
     def fork(self, lease: Lease, choice: int) -> Lease:
         ids = self.ids.get(lease)
-        child = self.manager.fork(lease, choice) if ids is not None else None
-        if ids is None or child is None:
+        if ids is None:
+            return lease
+        before, in_use = self.manager.evicted_pages, self._in_use()
+        child = self.manager.fork(lease, choice)
+        self._follow_evictions(before, in_use)
+        if child is None:
+            assert self.manager.available == 0
             return lease
         self.ids[child] = list(ids)
+        if lease in self.spoiled:
+            self.spoiled[child] = self.spoiled[lease]
         return child
 
     @rule(lease=running)
     def publish(self, lease: Lease) -> None:
-        if lease in self.ids:
-            self.manager.publish(lease, self.ids[lease])
+        if lease not in self.ids:
+            return
+        full = lease.length // PAGE_TOKENS * PAGE_TOKENS
+        self._retained(lease, full)
+        self.manager.publish(lease, self.ids[lease])
+        sound = min(full, self.spoiled.get(lease, full))
+        path = self.model.path((lease.key.tenant, tuple(self.ids[lease][:sound])))
+        assert [self.model.entries[k][0] for k in path] == lease.pages[: len(path)]
 
-    @rule(lease=consumes(running), how=st.sampled_from(["commit", "release", "dirty"]))
+    @rule(lease=consumes(running), how=st.sampled_from(["commit", "commit", "release"]))
     def end(self, lease: Lease, how: str) -> None:
-        ids = self.ids.pop(lease, None)
-        if ids is None:
+        if lease not in self.ids:
             return
         if how == "commit":
-            self.manager.commit(lease, ids)
+            self._retained(lease, lease.length)
+            self.manager.commit(lease, self.ids[lease])
         else:
-            self.manager.release(lease, dirty=how == "dirty")
+            self.manager.release(lease)
+        del self.ids[lease]
+
+    @rule(lease=consumes(running))
+    def forget(self, lease: Lease) -> None:
+        """The sequence's numbers are broken: what it held goes, and what was built on it."""
+        if lease not in self.ids:
+            return
+        broken = set(lease.pages)
+        tainted = [k for k, (page, _) in self.model.entries.items() if page in broken or self._is_source(lease, k)]
+        for key in tainted:
+            for gone in self.model.below(key):
+                broken.add(self.model.entries.pop(gone)[0])
+        self.manager.forget(lease)
+        del self.ids[lease]
+        for other in self.ids:
+            first = next((i for i, page in enumerate(other.pages) if page in broken), None)
+            if first is not None:
+                self.spoiled[other] = min(first * PAGE_TOKENS, self.spoiled.get(other, first * PAGE_TOKENS))
+
+    def _is_source(self, lease: Lease, key: Prefix) -> bool:
+        """Whether an entry is the retained page that the lease began with a copy of."""
+        node = lease.source
+        return node is not None and key[0] == node.tenant and self.manager._tree.at(self.model.entries[key][0]) is node
 
     @rule(pages=st.integers(1, PAGES))
     def evict(self, pages: int) -> None:
         expected = min(pages, self.manager.retained)
+        before = self.manager.evicted_pages
         assert self.manager.evict(pages) == expected
+        self._follow_evictions(before, self._in_use())
 
     @invariant()
     def accounts_agree(self) -> None:
         self.manager.check_integrity()
+        assert self.manager.available - self.manager.retained == PAGES - len(
+            self._in_use() | {page for page, _ in self.model.entries.values()}
+        )
+
+    @invariant()
+    def the_tree_is_what_the_dictionary_says(self) -> None:
+        spelled = {}
+        for page in range(PAGES):
+            node, ids = self.manager._tree.at(page), ()
+            while node is not None:
+                tenant, ids, node = node.tenant, node.ids + ids, node.parent
+                spelled[page] = (tenant, ids)
+        assert spelled == {page: key for key, (page, _) in self.model.entries.items()}
 
     @invariant()
     def every_lease_reads_its_own_prefix(self) -> None:
@@ -107,6 +254,12 @@ class Machine(RuleBasedStateMachine):
                 page, offset = lease.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
                 assert self.slots[page][offset] == (lease.key.tenant, tuple(ids[: position + 1]))
 
+    @invariant()
+    def every_retained_page_holds_what_was_committed(self) -> None:
+        for (tenant, ids), (page, _) in self.model.entries.items():
+            for position in range((len(ids) - 1) // PAGE_TOKENS * PAGE_TOKENS, len(ids)):
+                assert self.slots[page][position % PAGE_TOKENS] == (tenant, ids[: position + 1])
+
     def teardown(self) -> None:
         for lease, ids in self.ids.items():
             self.manager.commit(lease, ids)
@@ -114,6 +267,57 @@ class Machine(RuleBasedStateMachine):
         self.manager.evict(PAGES)
         assert self.manager.retained == 0
         self.manager.check_integrity()
+
+
+def walk(seed: int, steps: int) -> Machine:
+    """Takes random steps with few leases at once, so that, unlike Hypothesis' programs, most find and evict."""
+    draw = random.Random(seed)
+    machine = Machine()
+    leases: list[Lease] = []
+
+    def ids() -> list[int]:
+        return [i for _ in range(draw.randint(1, 9)) for i in draw.choice(PARTS)]
+
+    def step(kind: str) -> None:
+        if kind == "acquire" and len(leases) < 4:
+            leases.append(machine.acquire(CacheKey(draw.choice("ab"), draw.choice("st"), "main"), ids()))
+        elif kind == "evict":
+            machine.evict(draw.randint(1, 3))
+        elif kind != "acquire" and leases:
+            lease = draw.choice(leases)
+            if kind == "compute":
+                machine.compute(lease, draw.randint(1, 100))
+            elif kind == "generate":
+                machine.generate(lease, ids()[:20])
+            elif kind == "fork":
+                leases.append(machine.fork(lease, 1))
+            elif kind == "publish":
+                machine.publish(lease)
+            else:
+                leases.remove(lease)
+                machine.forget(lease) if kind == "forget" else machine.end(lease, kind)
+
+    kinds = {"acquire": 4, "compute": 8, "commit": 5, "release": 3, "generate": 2, "fork": 3, "publish": 4}
+    for kind in draw.choices([*kinds, "forget", "evict"], [*kinds.values(), 1, 2], k=steps):
+        step(kind)
+        machine.accounts_agree()
+        machine.the_tree_is_what_the_dictionary_says()
+        machine.every_lease_reads_its_own_prefix()
+        machine.every_retained_page_holds_what_was_committed()
+    machine.teardown()
+    return machine
+
+
+def test_random_walks() -> None:
+    machines = [walk(seed, 100) for seed in range(25)]
+    assert sum(m.found for m in machines) > 25
+    assert sum(m.manager.evicted_pages for m in machines) > 25
+
+
+@pytest.mark.slow
+def test_many_random_walks() -> None:
+    for seed in range(1000, 3000):
+        walk(seed, 150)
 
 
 class TestManagerStates(Machine.TestCase):  # type: ignore[misc,valid-type]
