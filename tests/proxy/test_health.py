@@ -28,7 +28,7 @@ def attached(folder: Path, worker: ScriptedWorker, hang_s: float = 20) -> ProxyC
     return proxy_config(
         folder,
         worker=WorkerConfig(mode="attach", socket=str(worker.socket), hang_s=hang_s),
-        deadlines=DeadlineConfig(idle_s=0.2),
+        deadlines=DeadlineConfig(worker_start_s=0.2),
     )
 
 
