@@ -148,6 +148,7 @@ def test_sessions_that_start_together_keep_their_common_prompt_once(model: Loade
         assert answer.ids() == alone(model, request).ids()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_sessions_that_share_a_prefix_are_preempted_and_still_equal(model: LoadedModel, sampling: api.Sampling) -> None:
     engine = small(model, pages=8)

@@ -158,15 +158,15 @@ def observe(spec: RowSpec, draws: int) -> Counter[int]:
     return Counter(d.token for d in draw(torch.tensor([LOGITS]).expand(draws, -1), rows))
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["plain", "everything"])
 def test_draws_follow_the_distribution(name: str) -> None:
-    # Five names at 1e-5 each: a false alarm once in 20,000 changes of the noise.
     assert g_test(observe(SPECS[name], 1_000), processed(LOGITS, SPECS[name])) > 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_many_draws_follow_the_distribution(name: str) -> None:
+    # Five names at 1e-5 each: a false alarm once in 20,000 changes of the noise.
     assert g_test(observe(SPECS[name], 20_000), processed(LOGITS, SPECS[name])) > 1e-5
 
 
