@@ -85,12 +85,12 @@ async def test_batches_of_two_to_eight_are_exact(expected: list[list[int]], chun
 async def test_a_session_of_many_steps_is_exact(expected: list[list[int]], chunked: WorkerProcess) -> None:
     """Each step continues after all tokens before it, 20 more at a time, and computes only what is new.
 
-    The first step computes the prompt in many chunks.
+    The first step computes the prompt in many chunks: the tenant is one that has asked nothing before.
     """
     for number, (question, ids) in enumerate(zip(QUESTIONS, expected, strict=True)):
         for done in range(0, TOKENS, 20):
             known = (api.Resume(choice=0, ids=tuple(ids[:done])),)
-            step = ask(question, session=f"steps{number}", max_tokens=done + 20, resume=known)
+            step = ask(question, tenant="steps", session=f"steps{number}", max_tokens=done + 20, resume=known)
             (answer,) = await answers(chunked, step)
             assert answer.ids() == ids[done : done + 20]
             if done == 0:
