@@ -121,8 +121,8 @@ def first_action(step: Step, snapshot: Snapshot) -> Action:
 def next_action(step: Step, snapshot: Snapshot, state: CallState, failure: api.Failed) -> Action:
     """Returns what follows the failure of the last attempt in `state.tried`."""
     failed_route = state.tried[-1].route
-    worker_restarts = failed_route == LOCAL and failure.code == "worker_lost" and state.restarts < MAX_RESTARTS
-    worker_restarts = worker_restarts and worker_coming(snapshot)
+    lost_worker = failed_route == LOCAL and failure.code == "worker_lost"
+    worker_restarts = lost_worker and state.restarts < MAX_RESTARTS and worker_coming(snapshot)
     if state.committed:
         return Wait() if worker_restarts and state.resumable else Fail(client_failure(state, snapshot, failure))
     if failed_route == LOCAL and failure.code in REFUSALS and not upstreams(snapshot):
