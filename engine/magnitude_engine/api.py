@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -164,6 +164,43 @@ class Cancel(Frozen, tag="cancel", frozen=True, kw_only=True):
     epoch: int
 
 
+class ToolEvent(Frozen, tag="tool_event", frozen=True, kw_only=True):
+    """What became of a tool that a session called: it started, printed more, or finished.
+
+    Attributes:
+        call: id of the tool call; `tool` is its name, where it is known.
+        text: for `output` the text that came since the last event, for `finished` the rest of it.
+    """
+
+    tenant: str
+    session: str
+    kind: Literal["started", "output", "finished"]
+    call: str
+    branch: str = "main"
+    tool: str = ""
+    text: str = ""
+
+
+class Register(Frozen, tag="register", frozen=True, kw_only=True):
+    """Compute the prompt prefix of these tools and this system prompt before the first request has them."""
+
+    tenant: str
+    tools: tuple[Tool, ...] = ()
+    system: str = ""
+
+
+class EndSession(Frozen, tag="end_session", frozen=True, kw_only=True):
+    """Nothing more comes of a session, or of one branch of it: its pages are the first to go."""
+
+    tenant: str
+    session: str
+    branch: str | None = None
+
+
+class Inspect(Frozen, tag="inspect", frozen=True, kw_only=True):
+    """Ask for a `CacheReport`."""
+
+
 class Probe(Frozen, tag="probe", frozen=True, kw_only=True):
     """Ask for a `Status`; it is answered from the server's loop also while a step runs."""
 
@@ -174,7 +211,7 @@ class Hello(Frozen, tag="hello", frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
 
 
-Command = Hello | Generate | Cancel | Probe
+Command = Hello | Generate | Cancel | Probe | ToolEvent | Register | EndSession | Inspect
 
 
 class TopLogprob(Frozen, frozen=True, kw_only=True):
@@ -201,11 +238,16 @@ class ToolCallDelta(Frozen, frozen=True, kw_only=True):
 
 
 class Usage(Frozen, frozen=True, kw_only=True):
-    """Token counts of one request; the last four are the engine's own figures."""
+    """Token counts of one request; those after `cached_tokens` are the engine's own figures.
+
+    Of `cached_tokens`, `cached_host_tokens` and `cached_disk_tokens` were brought back from there.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_host_tokens: int = 0
+    cached_disk_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     forced_tokens: int = 0
@@ -324,8 +366,71 @@ class Status(Frozen, tag="status", frozen=True, kw_only=True):
     gauges: dict[str, float] = {}
 
 
+class CacheRun(Frozen, frozen=True, kw_only=True):
+    """A stretch of the prefix tree without a fork: pages that the same sequences share.
+
+    Attributes:
+        parent: index of the run before it in `CacheReport.runs`, -1 at a tenant's root; parents come first.
+        tokens: tokens in it, `pages` pages of which `in_use` are read or written by a running sequence.
+        idle_s: seconds since it was last used.
+        sessions: sessions whose last step ended in or below it.
+    """
+
+    parent: int
+    tenant: str
+    tokens: int
+    pages: int
+    in_use: int = 0
+    idle_s: float = 0.0
+    sessions: int = 0
+
+
+class TierUse(Frozen, frozen=True, kw_only=True):
+    """One tier: what it holds and what it was good for; sizes in bytes, `tokens_served` since the start."""
+
+    name: Literal["device", "host", "disk"]
+    blocks: int
+    bytes: int
+    limit_bytes: int
+    tokens_served: int = 0
+    evicted: int = 0
+    rejected: int = 0
+    failed_writes: int = 0
+
+
+class SessionUse(Frozen, frozen=True, kw_only=True):
+    """A session as retention sees it; `tool` is what it waits for, `due_s` when it is expected back."""
+
+    tenant: str
+    session: str
+    branch: str
+    state: Literal["thinking", "waiting", "ended"]
+    tokens: int
+    tool: str = ""
+    due_s: float | None = None
+
+
+class CacheReport(Frozen, tag="cache_report", frozen=True, kw_only=True):
+    """What the cache holds: the answer to `Inspect`. Tokens and text are not in it.
+
+    Attributes:
+        policy: `learned` or `lru`: which one chooses what is evicted now; hit rates are those of both, 0..1.
+    """
+
+    page_tokens: int
+    pages_total: int
+    pages_free: int
+    pages_idle: int
+    policy: Literal["learned", "lru"] = "learned"
+    learned_hit_rate: float = 0.0
+    lru_hit_rate: float = 0.0
+    tiers: tuple[TierUse, ...] = ()
+    runs: tuple[CacheRun, ...] = ()
+    sessions: tuple[SessionUse, ...] = ()
+
+
 AnswerEvent = Started | Progress | Delta | Finished | Completed | Failed
-Event = Welcome | Status | AnswerEvent
+Event = Welcome | Status | CacheReport | AnswerEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
