@@ -26,6 +26,7 @@ from magnitude_engine.model.decoder import (
     Pointwise,
     Rotary,
 )
+from magnitude_engine.model.fused import FusedAttention
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.lanes import (
     LaneTable,
@@ -90,9 +91,13 @@ def build_decoder(
     c = checkpoint.config
     exact = profile == "reference"
     pointwise: Pointwise = FixedPointwise(c.epsilon) if exact else FastPointwise.build(c, device)
-    attention: Attention = (
-        SplitAttention.build(c.heads, c.kv_heads) if exact else GroupedAttention(c.heads // c.kv_heads)
-    )
+    attention: Attention
+    if exact:
+        attention = SplitAttention.build(c.heads, c.kv_heads)
+    elif device.type == "cpu":
+        attention = FusedAttention.build(c.heads, c.kv_heads, c.head_dim)
+    else:
+        attention = GroupedAttention(c.heads // c.kv_heads)
     norms: list[LayerNorms] = []
 
     def layer(index: int) -> LayerWeights:
