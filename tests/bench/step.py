@@ -1,4 +1,4 @@
-"""Milliseconds of one step by context and rows, and of prefill per token.
+"""Milliseconds of one step by context, rows and layout of pages, and of prefill per token.
 
 python tests/bench/step.py --model PATH [--profile packed|reference|native|naive] [--threads N] [--cpu-time]
 
@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -25,35 +26,70 @@ from magnitude_engine.model.gguf import GgufFile
 from magnitude_engine.model.loader import load_model
 from magnitude_engine.model.weights import GgufLlama, LayerWeights, dense
 
+
+class Case(NamedTuple):
+    """A step: `rows` rows of each of `sequences` at `context`, the first `prefix` tokens in pages common to all.
+
+    `run` is how many pages lie together in a sequence's own part, 0 where all do.
+    """
+
+    context: int
+    rows: int = 1
+    sequences: int = 1
+    prefix: int = 0
+    run: int = 0
+
+
 CONTEXTS = (16, 512, 2048, 4096)
 ROWS = (1, 2, 4, 8, 16)
 PREFILL = 256
+LAYOUTS = {
+    "8 sequences at 512": Case(512, 1, 8),
+    "8 sequences at 2,064, 2,000 shared": Case(2064, 1, 8, 2000),
+    "2 sequences at 2,064, 2,000 shared": Case(2064, 1, 2, 2000),
+    "16 sequences at 576, 512 shared": Case(576, 1, 16, 512),
+    "4,096 in two runs": Case(4096, run=128),
+    "4,096 in 16 runs": Case(4096, run=16),
+    "4,096 scattered": Case(4096, run=1),
+}
 
 
 class Engine:
-    """The product's runner; one sequence whose pages lie in a run."""
+    """The product's runner; every sequence has pages of its own."""
 
     def __init__(self, path: Path, profile: str) -> None:
         config = EngineConfig(model_path=str(path), profile=profile, kv_memory_mb=512)  # type: ignore[arg-type]
         self.runner = load_model(config).runner
         self.name = f"{profile} ({self.runner.lanes})"
-        self._pages = tuple(range((max(CONTEXTS) + PREFILL) // PAGE_TOKENS))
-        self._cache = self.runner.allocate_cache(len(self._pages))
+        self._cache = self.runner.allocate_cache(max(ROWS) * (max(CONTEXTS) // PAGE_TOKENS + 1))
         for tensor in (*self._cache.keys, *self._cache.values):
             tensor.normal_()
 
-    def step(self, context: int, rows: int, sequences: int = 1) -> None:
-        """Computes `rows` rows for each of `sequences`; all read the same pages, each writes the same slots."""
-        start = context - rows
-        positions = torch.arange(start, context).repeat(sequences)
+    def step(self, case: Case) -> None:
+        """Computes one step."""
+        positions = torch.arange(case.context - case.rows, case.context)
+        tables = [torch.tensor(self._pages(case, i)) for i in range(case.sequences)]
+        slots = [t[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS for t in tables]
+        rows = len(slots) * case.rows
         batch = StepBatch(
-            ids=positions % 1000,
-            positions=positions,
-            slots=positions,
-            sequences=tuple(SequenceRows(i * rows, rows, context, self._pages) for i in range(sequences)),
-            logit_rows=torch.arange(len(positions)) if rows < PREFILL else torch.tensor([rows - 1]),
+            ids=(positions % 1000).repeat(case.sequences),
+            positions=positions.repeat(case.sequences),
+            slots=torch.cat(slots),
+            sequences=tuple(
+                SequenceRows(i * case.rows, case.rows, case.context, tuple(t.tolist())) for i, t in enumerate(tables)
+            ),
+            logit_rows=torch.arange(rows) if case.rows < PREFILL else torch.tensor([rows - 1]),
         )
         self.runner.forward(batch, self._cache)
+
+    def _pages(self, case: Case, index: int) -> list[int]:
+        shared = case.prefix // PAGE_TOKENS
+        own = -(-case.context // PAGE_TOKENS) - shared
+        ids = [shared + index * own + i for i in range(own)]
+        if case.run:
+            blocks = [ids[i : i + case.run] for i in range(0, own, case.run)]
+            ids = [page for block in reversed(blocks) for page in block]
+        return [*range(shared), *ids]
 
 
 class Naive:
@@ -73,10 +109,10 @@ class Naive:
         self._cache = [(torch.randn(size), torch.randn(size)) for _ in range(c.layers)]
 
     @torch.inference_mode()
-    def step(self, context: int, rows: int, sequences: int = 1) -> None:
-        """Computes `rows` rows, for one sequence after another."""
-        for _ in range(sequences):
-            self._one(torch.arange(context - rows, context))
+    def step(self, case: Case) -> None:
+        """Computes one sequence after another; there are no pages."""
+        for _ in range(case.sequences):
+            self._one(torch.arange(case.context - case.rows, case.context))
 
     def _one(self, positions: torch.Tensor) -> None:
         c, context = self._config, int(positions[-1]) + 1
@@ -136,15 +172,17 @@ def main() -> None:
     clock = time.thread_time if options.cpu_time else time.perf_counter
     unit = "processor ms" if options.cpu_time else "ms"
 
-    def timed(context: int, rows: int, sequences: int, rounds: int) -> float:
-        return best(lambda: subject.step(context, rows, sequences), rounds, clock)
+    def timed(case: Case, rounds: int = options.rounds) -> float:
+        return best(lambda: subject.step(case), rounds, clock)
 
-    def cells(parts: Callable[[int], tuple[int, int]]) -> list[list[str]]:
-        return [[str(c), *(f"{timed(c, *parts(n), options.rounds):.1f}" for n in ROWS)] for c in CONTEXTS]
+    def cells(case: Callable[[int, int], Case]) -> list[list[str]]:
+        return [[str(c), *(f"{timed(case(c, n)):.1f}" for n in ROWS)] for c in CONTEXTS]
 
-    table(f"{unit} per step, rows of one sequence", ["context", *map(str, ROWS)], cells(lambda n: (n, 1)))
-    table(f"{unit} per step, one row of each of n sequences", ["context", *map(str, ROWS)], cells(lambda n: (1, n)))
-    prefill = [(c, timed(c, PREFILL, 1, max(2, options.rounds // 4))) for c in (256, 2048, 4096)]
+    table(f"{unit} per step, rows of one sequence", ["context", *map(str, ROWS)], cells(Case))
+    separate = cells(lambda context, n: Case(context, sequences=n))
+    table(f"{unit} per step, one row of each of n sequences", ["context", *map(str, ROWS)], separate)
+    table(f"{unit} per step", ["layout", unit], [[name, f"{timed(case):.1f}"] for name, case in LAYOUTS.items()])
+    prefill = [(c, timed(Case(c, PREFILL), max(2, options.rounds // 4))) for c in (256, 2048, 4096)]
     table(
         f"prefill, a chunk of {PREFILL}",
         ["context after", unit, "tokens/s"],

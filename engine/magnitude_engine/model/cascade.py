@@ -61,7 +61,7 @@ class Rules:
     few_rows: int = 16
     shared: int = 512
     chunk: int = 256
-    joined: int = 256
+    joined: int = 1024
     batch: int = 4096
     run: int = 1024
 

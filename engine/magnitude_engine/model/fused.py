@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.model.attention import AttentionPlan
 from magnitude_engine.model.batch import SequenceRows, StepBatch
 from magnitude_engine.model.cascade import Arrangement, Rules, arrange, runs
 
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # The kernel is a quarter slower with 3 query rows, and twice with 1, than with 4.
 _LEAST_ROWS = 4
 # From so many query rows per key head on, converting the keys once may pay.
-_MANY_ROWS = 16
+_MANY_ROWS = 24
 # Copying a run costs about as much to start as gathering so many tokens costs more.
 _RUN_TOKENS = 256
 _PROBE_ROWS = 96
@@ -72,17 +72,24 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan(AttentionPlan):
-    """The calls of a step: first those that hold each row once, then those merged into them."""
+    """The calls of a step.
+
+    Attributes:
+        own: calls that hold each row once.
+        merged: calls whose results are merged into those.
+        padded: zeros [rows, kv_heads, at least group, head_dim] in the cache's dtype, for each layer's queries.
+    """
 
     own: tuple[Call, ...]
     merged: tuple[Call, ...]
+    padded: torch.Tensor
 
 
-class Merged(NamedTuple):
-    """What parts add up to: values [rows, kv_heads, group, head_dim], log-sum-exps [..., 1], float32."""
+class Queries(NamedTuple):
+    """A layer's queries: as they are, [rows, kv_heads, group, head_dim], and padded in the cache's dtype."""
 
-    result: torch.Tensor
-    total: torch.Tensor
+    exact: torch.Tensor
+    padded: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -106,12 +113,15 @@ class FusedAttention:
 
     Attributes:
         group: query heads per key head.
+        kv_heads, head_dim: the cache's sizes.
         convert: whether many rows over bfloat16 or float16 keys are computed in float32.
         rules: when a part of its own pays.
         workspace: memory for converted and joined keys.
     """
 
     group: int
+    kv_heads: int
+    head_dim: int
     convert: bool
     rules: Rules
     workspace: Workspace
@@ -119,7 +129,8 @@ class FusedAttention:
     @classmethod
     def build(cls, heads: int, kv_heads: int, head_dim: int) -> FusedAttention:
         """Returns the form for a model; measures whether this processor computes bfloat16 keys faster converted."""
-        return cls(heads // kv_heads, _converting_pays(kv_heads, head_dim), Rules(), Workspace())
+        convert = _converting_pays(kv_heads, head_dim)
+        return cls(heads // kv_heads, kv_heads, head_dim, convert, Rules(), Workspace())
 
     def plan(self, batch: StepBatch, dtype: torch.dtype) -> CallPlan:
         """Returns the calls."""
@@ -130,29 +141,33 @@ class FusedAttention:
             sequences = [batch.sequences[i] for i in members]
             source = _source([sequences[0].pages], [(first, last)])
             merged.append(Call(_rows(sequences), 1, sum(s.count for s in sequences), source, None))
-        return CallPlan((), batch.positions, own, tuple(merged))
+        size = (batch.ids.shape[0], self.kv_heads, max(self.group, _LEAST_ROWS), self.head_dim)
+        return CallPlan((), batch.positions, own, tuple(merged), torch.zeros(size, dtype=dtype))
 
     def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Returns the attended values in float32, or in the cache's dtype where one call computed them."""
         if not isinstance(plan, CallPlan):
             raise TypeError(f"FusedAttention takes its own plan, not {type(plan).__name__}")
-        rows, heads, head_dim = q.shape
-        grouped = q.reshape(rows, heads // self.group, self.group, head_dim)
-        if self.group < _LEAST_ROWS:
-            grouped = functional.pad(grouped, (0, 0, 0, _LEAST_ROWS - self.group))
-        cache = (keys, values)
+        rows = q.shape[0]
+        size = (rows, self.kv_heads, self.group)
+        grouped = q.reshape(*size, self.head_dim)
+        plan.padded[:, :, : self.group].copy_(grouped)
+        queries, cache = Queries(grouped, plan.padded), (keys, values)
         if len(plan.own) == 1 and not plan.merged:
-            return self._attend(grouped, cache, plan.own[0]).result.reshape(rows, heads * head_dim)
-        size = (rows, heads // self.group, self.group)
-        state = Merged(torch.empty(*size, head_dim), torch.empty(*size, 1))
+            return self._attend(queries, cache, plan.own[0])[0].reshape(rows, -1)
+        result, total = torch.empty(*size, self.head_dim), torch.empty(*size)
         for call in plan.own:
-            found = self._attend(grouped, cache, call)
-            state.result[call.rows] = found.result.float()
+            found, weight = self._attend(queries, cache, call)
+            _put(result, call.rows, found)
             if plan.merged:
-                state.total[call.rows] = found.total
+                _put(total, call.rows, weight)
         for call in plan.merged:
-            _merge(state, call.rows, self._attend(grouped, cache, call))
-        return state.result.view(rows, heads * head_dim)
+            found, weight = self._attend(queries, cache, call)
+            before = total[call.rows]
+            share = (weight - before).sigmoid_().unsqueeze(-1)
+            _put(result, call.rows, result[call.rows].lerp(found.float(), share))
+            _put(total, call.rows, torch.logaddexp(before, weight))
+        return result.view(rows, -1)
 
     def _own(self, members: Sequence[int], parts: Arrangement, batch: StepBatch) -> Call:
         """Returns the call in which these sequences attend to their own keys."""
@@ -171,44 +186,41 @@ class FusedAttention:
             mask = mask.repeat_interleave(self.group, 1)
         return Call(rows, len(members), count, source, mask[:, None])
 
-    def _attend(self, grouped: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], call: Call) -> Merged:
-        """Computes one call; `grouped` is [rows, kv_heads, at least group, head_dim] with zeros past the group."""
-        kv_heads, head_dim = grouped.shape[1], grouped.shape[3]
-        query = grouped[call.rows]
-        if call.count > 1:
-            query = query[:, :, : self.group].view(call.batch, call.count, kv_heads, self.group, head_dim)
-            query = query.transpose(1, 2).reshape(call.batch, kv_heads, call.count * self.group, head_dim)
+    def _attend(
+        self, queries: Queries, cache: tuple[torch.Tensor, torch.Tensor], call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a call's values [rows, kv_heads, group, head_dim] and log-sum-exps [rows, kv_heads, group]."""
         wide = self.convert and call.count * self.group >= _MANY_ROWS
         dtype = torch.float32 if wide else cache[0].dtype
-        key, value = (self._read(index, tensor, call, dtype) for index, tensor in enumerate(cache))
-        found, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query.to(dtype), key, value, attn_mask=call.mask
-        )
-        total = total[..., None]
-        if call.count == 1:
-            return Merged(found[:, :, : self.group], total[:, :, : self.group])
-        size = (call.batch, kv_heads, call.count, self.group)
-        found, total = found.view(*size, head_dim), total.view(*size, 1)
-        return Merged(found.transpose(1, 2).flatten(0, 1), total.transpose(1, 2).flatten(0, 1))
+        key, value = self._read(0, cache[0], call, dtype), self._read(1, cache[1], call, dtype)
+        if call.count == 1 and not wide:
+            found, total = _FUSED(queries.padded[call.rows], key, value, attn_mask=call.mask)
+            return found[:, :, : self.group], total[:, :, : self.group]
+        size = (call.batch, call.count, self.kv_heads, self.group, self.head_dim)
+        query = queries.exact[call.rows].view(size).transpose(1, 2).flatten(2, 3)
+        found, total = _FUSED(query.to(dtype), key, value, attn_mask=call.mask)
+        size = (call.batch, self.kv_heads, call.count, self.group, self.head_dim)
+        return found.view(size).transpose(1, 2).flatten(0, 1), total.view(size[:4]).transpose(1, 2).flatten(0, 1)
 
     def _read(self, index: int, cache: torch.Tensor, call: Call, dtype: torch.dtype) -> torch.Tensor:
         """Returns a call's keys or values, [batch, kv_heads, tokens, head_dim]; a view of the cache where it can be."""
-        source, (kv_heads, head_dim) = call.source, cache.shape[2:]
-        flat = cache.view(-1, kv_heads * head_dim)
+        source, width = call.source, self.kv_heads * self.head_dim
+        if len(source.runs) == 1 and cache.dtype == dtype:
+            first, tokens = source.runs[0]
+            size, strides = (1, self.kv_heads, tokens, self.head_dim), (tokens * width, self.head_dim, width, 1)
+            return cache.as_strided(size, strides, cache.storage_offset() + first * width)
+        flat = cache.view(-1, width)
         if source.slots is not None:
             found = flat.index_select(0, source.slots)
             if found.dtype != dtype:
                 found = self.workspace.take(index, found.shape, dtype).copy_(found)
-        elif len(source.runs) == 1 and cache.dtype == dtype:
-            first, tokens = source.runs[0]
-            found = flat[first : first + tokens]
         else:
-            found = self.workspace.take(index, torch.Size((source.tokens, flat.shape[1])), dtype)
+            found = self.workspace.take(index, torch.Size((source.tokens, width)), dtype)
             start = 0
             for first, tokens in source.runs:
                 found[start : start + tokens].copy_(flat[first : first + tokens])
                 start += tokens
-        return found.view(call.batch, source.tokens, kv_heads, head_dim).transpose(1, 2)
+        return found.view(call.batch, source.tokens, self.kv_heads, self.head_dim).transpose(1, 2)
 
 
 def _source(tables: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]]) -> Source:
@@ -218,12 +230,12 @@ def _source(tables: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]]) -
         found = runs(tables[0], *spans[0])
         if len(found) == 1 or len(found) * _RUN_TOKENS <= tokens:
             return Source(tuple(found), None, tokens)
-    slots = []
-    for pages, (first, last) in zip(tables, spans, strict=True):
-        positions = torch.arange(first, first + tokens).clamp_(max=last - 1)
-        table = torch.tensor(pages[: -(-last // PAGE_TOKENS)], dtype=torch.int64)
-        slots.append(table[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS)
-    return Source((), torch.cat(slots), tokens)
+    width = max(last for _, last in spans) // PAGE_TOKENS + 1
+    table = torch.tensor([[*pages[:width], *[0] * (width - len(pages))] for pages in tables])
+    firsts, lasts = torch.tensor(spans).T[:, :, None]
+    positions = torch.minimum(firsts + torch.arange(tokens), lasts - 1)
+    slots = table.gather(1, positions // PAGE_TOKENS).mul_(PAGE_TOKENS).add_(positions % PAGE_TOKENS)
+    return Source((), slots.flatten(), tokens)
 
 
 def _rows(sequences: Sequence[SequenceRows]) -> slice | torch.Tensor:
@@ -233,12 +245,12 @@ def _rows(sequences: Sequence[SequenceRows]) -> slice | torch.Tensor:
     return torch.cat([torch.arange(s.start, s.start + s.count) for s in sequences])
 
 
-def _merge(state: Merged, rows: slice | torch.Tensor, part: Merged) -> None:
-    """Adds a part to these rows of `state`."""
-    before = state.total[rows]
-    share = (part.total - before).sigmoid_()
-    state.result[rows] = state.result[rows].lerp(part.result.float(), share)
-    state.total[rows] = torch.logaddexp(before, part.total)
+def _put(target: torch.Tensor, rows: slice | torch.Tensor, found: torch.Tensor) -> None:
+    """Writes these rows, whatever the dtype of `found`."""
+    if isinstance(rows, slice):
+        target[rows] = found
+    else:
+        target.index_copy_(0, rows, found.to(target.dtype))
 
 
 def _converting_pays(kv_heads: int, head_dim: int) -> bool:
@@ -249,12 +261,12 @@ def _converting_pays(kv_heads: int, head_dim: int) -> bool:
     narrow = query.bfloat16()
 
     def direct() -> None:
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(narrow, keys, keys)
+        _FUSED(narrow, keys, keys)
 
     def converted() -> None:
         wide.copy_(keys)
         wide.copy_(keys)
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, wide, wide)
+        _FUSED(query, wide, wide)
 
     best = [float("inf"), float("inf")]
     with torch.inference_mode():

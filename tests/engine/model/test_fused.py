@@ -1,0 +1,187 @@
+"""CPU attention against its definition in float64, over random layouts of pages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from magnitude_engine.config import PAGE_TOKENS
+from magnitude_engine.model.attention import Attention, GroupedAttention, SplitAttention
+from magnitude_engine.model.batch import SequenceRows, StepBatch
+from magnitude_engine.model.cascade import Rules
+from magnitude_engine.model.fused import FusedAttention, Workspace
+
+HEADS, KV_HEADS, HEAD_DIM, PAGES = 6, 2, 8, 700
+EDGES = (1, 15, 16, 17, 4096)
+
+
+def fused(convert: bool) -> FusedAttention:
+    return FusedAttention(HEADS // KV_HEADS, KV_HEADS, HEAD_DIM, convert, Rules(), Workspace())
+
+
+class Layout:
+    """Sequences over pages of one cache, handed out as the test says."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.free = list(range(PAGES))
+        self.sequences: list[tuple[list[int], int, int]] = []
+
+    def pages(self, tokens: int, runs: int) -> list[int]:
+        """Returns pages in `runs` runs of ascending ids, or one by one in random order where that is 0."""
+        count = -(-tokens // PAGE_TOKENS)
+        if runs == 0:
+            return [self.free.pop(self.random.randrange(len(self.free))) for _ in range(count)]
+        cuts = sorted(self.random.sample(range(1, count), min(runs, count) - 1)) if count > 1 else []
+        parts = [self.free[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+        del self.free[:count]
+        return [page for part in reversed(parts) for page in part]
+
+    def add(self, context: int, count: int = 1, runs: int = 1, prefix: Sequence[int] = ()) -> None:
+        own = self.pages(context - len(prefix) * PAGE_TOKENS, runs)
+        self.sequences.append(([*prefix, *own], context, count))
+
+    def batch(self) -> StepBatch:
+        start, sequences, positions = 0, [], []
+        for pages, context, count in self.sequences:
+            sequences.append(SequenceRows(start, count, context, tuple(pages)))
+            positions += range(context - count, context)
+            start += count
+        rows = torch.tensor(positions)
+        return StepBatch(torch.zeros_like(rows), rows, rows, tuple(sequences), rows[:0])
+
+
+def definition(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+    """Row by row and head by head, in float64."""
+    result = torch.empty(q.shape, dtype=torch.float64)
+    for sequence in batch.sequences:
+        key, value = (t[list(sequence.pages)].flatten(0, 1).double() for t in (keys, values))
+        for row in range(sequence.start, sequence.start + sequence.count):
+            seen = int(batch.positions[row]) + 1
+            for head in range(HEADS):
+                shared = head // (HEADS // KV_HEADS)
+                weight = (key[:seen, shared] @ q[row, head].double() / HEAD_DIM**0.5).softmax(0)
+                result[row, head] = weight @ value[:seen, shared]
+    return result.flatten(1)
+
+
+def check(attention: Attention, batch: StepBatch, dtype: torch.dtype = torch.float32) -> None:
+    """Compares with the definition; slots that no row may see are not numbers."""
+    draw = torch.Generator().manual_seed(len(batch.ids))
+    q = torch.randn(len(batch.ids), HEADS, HEAD_DIM, generator=draw)
+    if dtype != torch.float32:
+        q = q.to(dtype).float()
+    size = (PAGES, PAGE_TOKENS, KV_HEADS, HEAD_DIM)
+    keys, values = (torch.randn(size, generator=draw).to(dtype) for _ in range(2))
+    used = torch.zeros(PAGES * PAGE_TOKENS, dtype=torch.bool)
+    for sequence in batch.sequences:
+        slots = torch.tensor(sequence.pages)[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
+        used[slots.flatten()[: sequence.context]] = True
+    for tensor in (keys, values):
+        tensor.flatten(0, 1)[~used] = float("nan")
+    expected = definition(q, keys, values, batch)
+    plan = attention.plan(batch, dtype)
+    for _ in range(2):
+        found = attention(q, keys, values, plan).double()
+        torch.testing.assert_close(
+            found, expected, **({"rtol": 1e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 0.02})
+        )
+
+
+@pytest.mark.parametrize("context", EDGES)
+@pytest.mark.parametrize("runs", [1, 3, 0], ids=["one run", "three runs", "scattered"])
+@pytest.mark.parametrize("convert", [False, True])
+def test_one_sequence(context: int, runs: int, convert: bool) -> None:
+    layout = Layout(context + runs)
+    layout.add(context, runs=runs)
+    check(fused(convert), layout.batch())
+    check(fused(convert), layout.batch(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("context", EDGES[1:])
+@pytest.mark.parametrize("count", [2, 15, 40])
+@pytest.mark.parametrize("runs", [1, 2, 0], ids=["one run", "two runs", "scattered"])
+def test_several_rows_of_one_sequence(context: int, count: int, runs: int) -> None:
+    layout = Layout(context + count)
+    layout.add(context, min(count, context), runs)
+    check(fused(True), layout.batch())
+    check(fused(True), layout.batch(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("members", [1, 2, 5, 16])
+@pytest.mark.parametrize("shared", [16, 272, 1600])
+def test_a_shared_prefix(members: int, shared: int) -> None:
+    layout = Layout(members)
+    prefix = layout.pages(shared, 2)
+    for index in range(members):
+        layout.add(shared + 1 + 23 * index, 1 + index % 2, index % 3, prefix)
+    layout.add(100)
+    check(fused(True), layout.batch())
+    check(fused(False), layout.batch(), torch.bfloat16)
+
+
+def test_prefixes_within_prefixes() -> None:
+    layout = Layout(4)
+    outer = layout.pages(800, 1)
+    inner = [[*outer, *layout.pages(640, 1)] for _ in range(2)]
+    for index in range(6):
+        layout.add(1440 + 7 + index, prefix=inner[index % 2])
+    layout.add(803, prefix=outer)
+    plan = fused(True).plan(layout.batch(), torch.float32)
+    assert [call.count for call in plan.merged] == [7, 3, 3]
+    check(fused(True), layout.batch())
+
+
+def test_sequences_that_hold_the_same_pages_entirely() -> None:
+    layout = Layout(5)
+    pages = layout.pages(1024, 1)
+    layout.sequences = [(pages, 1024, 1), (pages, 1024, 1), (pages, 1023, 1)]
+    check(fused(True), layout.batch())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed: int) -> None:
+    layout = Layout(seed)
+    prefix = layout.pages(16 * layout.random.randrange(1, 60), layout.random.randrange(3))
+    for _ in range(layout.random.randrange(1, 9)):
+        count = layout.random.choice([1, 1, 1, 2, 4, 16, 17, 33])
+        length = count + layout.random.choice([0, 1, 5, 300, 700])
+        before = prefix if layout.random.random() < 0.5 else []
+        layout.add(len(before) * PAGE_TOKENS + length, count, layout.random.randrange(4), before)
+    check(fused(seed % 2 == 0), layout.batch())
+    check(fused(seed % 2 == 0), layout.batch(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("attention", [GroupedAttention(HEADS // KV_HEADS), SplitAttention.build(HEADS, KV_HEADS)])
+def test_the_other_forms(attention: Attention) -> None:
+    layout = Layout(3)
+    for context, count, runs in ((17, 1, 1), (300, 5, 0), (64, 64, 2)):
+        layout.add(context, count, runs)
+    check(attention, layout.batch())
+
+
+def test_one_plan_serves_caches_of_other_layers() -> None:
+    layout = Layout(8)
+    layout.add(600, runs=0)
+    layout.add(90)
+    batch = layout.batch()
+    attention = fused(True)
+    plan = attention.plan(batch, torch.float32)
+    for seed in range(2):
+        draw = torch.Generator().manual_seed(seed)
+        q = torch.randn(2, HEADS, HEAD_DIM, generator=draw)
+        keys, values = (torch.randn(PAGES, PAGE_TOKENS, KV_HEADS, HEAD_DIM, generator=draw) for _ in range(2))
+        expected = definition(q, keys, values, batch)
+        torch.testing.assert_close(attention(q, keys, values, plan).double(), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_plan_of_another_form_is_refused() -> None:
+    layout = Layout(1)
+    layout.add(5)
+    plan = GroupedAttention(HEADS // KV_HEADS).plan(layout.batch(), torch.float32)
+    cache = torch.zeros(1, PAGE_TOKENS, KV_HEADS, HEAD_DIM)
+    with pytest.raises(TypeError, match="its own plan"):
+        fused(False)(torch.zeros(1, HEADS, HEAD_DIM), cache, cache, plan)
