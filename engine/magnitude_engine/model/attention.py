@@ -1,8 +1,9 @@
-"""Causal attention over pages, in two forms behind one call.
+"""Causal attention over pages, in several forms behind one call.
 
-`GroupedAttention` serves the fast profiles: the query heads that share a key head are laid out as query rows, so
-that torch's fused kernel reads each key once. `SplitAttention` serves `reference`: tiles and splits of fixed
-sizes at absolute positions, so that a row's bits depend on neither chunking nor neighbours.
+`GroupedAttention` serves the fast profiles off the CPU (on it `fused.py` does): the query heads that share a key
+head are laid out as query rows, so that torch's fused kernel reads each key once. `SplitAttention` serves
+`reference`: tiles and splits of fixed sizes at absolute positions, so that a row's bits depend on neither chunking
+nor neighbours.
 
 Pages that lie in a run are read where they are; others are gathered once per layer.
 """

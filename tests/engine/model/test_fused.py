@@ -163,6 +163,15 @@ def test_the_other_forms(attention: Attention) -> None:
     check(attention, layout.batch())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_s_own_sizes(dtype: torch.dtype) -> None:
+    """As built for a model: whether keys are converted is measured."""
+    layout = Layout(6)
+    for context, count, runs in ((40, 1, 1), (700, 30, 2), (16, 1, 0)):
+        layout.add(context, count, runs)
+    check(FusedAttention.build(HEADS, KV_HEADS, HEAD_DIM), layout.batch(), dtype)
+
+
 def test_one_plan_serves_caches_of_other_layers() -> None:
     layout = Layout(8)
     layout.add(600, runs=0)
