@@ -1,15 +1,18 @@
-"""What other threads ask of the engine's thread: new jobs and cancellations, in the order they came."""
+"""What other threads ask of the engine's thread, in the order in which it came."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from magnitude_engine import api
 from magnitude_engine.answer import Answer
 from magnitude_engine.errors import RequestError, WorkerLost
 from magnitude_engine.request import PreparedRequest, Sequence
+from magnitude_engine.warm import WarmAsk
 
 
 class JobKey(NamedTuple):
@@ -17,6 +20,14 @@ class JobKey(NamedTuple):
 
     request: str
     epoch: int
+
+
+class Cached(NamedTuple):
+    """Prompt tokens that were found in the cache, and those of them that came from lower tiers."""
+
+    tokens: int = 0
+    host: int = 0
+    disk: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +46,29 @@ class Job:
     sequences: tuple[Sequence, ...]
     arrived: float
     started: bool = False
-    cached: int = 0
+    cached: Cached = Cached()
 
     @property
     def key(self) -> JobKey:
         """How cancellations name it."""
         return JobKey(self.prepared.generate.request, self.prepared.generate.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Somebody wants to know what is in the cache; `answer` is called on the engine's thread."""
+
+    answer: Callable[[api.CacheReport], None]
+
+
+class Ahead(NamedTuple):
+    """A prompt's beginning to compute ahead, and the tool whose output will follow it ("" for none)."""
+
+    ask: WarmAsk
+    tool: str
+
+
+Mail = Job | JobKey | Question | Ahead | api.EndSession
 
 
 class Inbox:
@@ -52,9 +80,10 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._mail: deque[Job | JobKey] = deque()
+        self._mail: deque[Mail] = deque()
         self._open: set[JobKey] = set()
         self._jobs_waiting = 0
+        self._woken = False
         self._refusal: WorkerLost | None = None
         self.closed = False
 
@@ -87,18 +116,31 @@ class Inbox:
                 self._mail.append(key)
                 self._changed.notify_all()
 
-    def take(self) -> list[Job | JobKey]:
-        """Returns all new jobs and cancellations."""
+    def post(self, mail: Question | Ahead | api.EndSession) -> None:
+        """Hands over what has no answer to wait for."""
+        with self._changed:
+            self._mail.append(mail)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Ends the reader's wait: something else than mail has changed."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def take(self) -> list[Mail]:
+        """Returns all mail, in the order in which it came."""
         with self._changed:
             mail = list(self._mail)
             self._mail.clear()
             self._jobs_waiting = 0
+            self._woken = False
             return mail
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits until there is mail or the inbox is closed; False when the time ran out."""
+        """Waits until there is mail, somebody wakes the reader, or the inbox is closed; False when the time ran out."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._mail) or self.closed, timeout_s)
+            return self._changed.wait_for(lambda: bool(self._mail) or self._woken or self.closed, timeout_s)
 
     def ended(self, key: JobKey) -> None:
         """Notes that a job has had its last event."""

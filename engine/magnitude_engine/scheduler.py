@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from magnitude_engine.kv.manager import pages_for
+from magnitude_engine.kv.lease import pages_for
 
 STEP_SECONDS = 0.25
 MIN_PREFILL_ROWS = 16

@@ -15,67 +15,70 @@ one is committed, others still find the tokens that were retained. Tenants never
 own, and pages that change tenants are zeroed before use.
 
 A lease that holds a retained page holds all pages before it in the tree too, so that the retained pages which
-nobody leases can all be evicted, from the leaves up.
+nobody leases can all be evicted, from the leaves up. Which leaf goes is for `retention.py` to choose. An evicted
+full page is spilled to the lower tiers (`tiers.py`) unless they have it; a sequence that needs it again gets it from
+there into a new page.
 
 Not thread-safe: the engine's thread owns it. `take_ops` returns the copies and zeroings that must be applied to
-the tensors before the next forward pass.
+the tensors before the next forward pass, in order.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from magnitude_engine import api
 from magnitude_engine.config import PAGE_TOKENS
-from magnitude_engine.kv.pool import IntegrityError, PageOp, PagePool
+from magnitude_engine.kv.blocks import BlockName, chain, next_digest
+from magnitude_engine.kv.lease import CacheKey, Evicted, Lease, pages_for
+from magnitude_engine.kv.pool import CacheOp, Fill, IntegrityError, PageOp, PagePool, Payload, Spill
 from magnitude_engine.kv.radix import NO_PAGE, Node, RadixTree
+from magnitude_engine.kv.report import stretches
+from magnitude_engine.kv.retention import Candidate, Retention, SessionKey
+from magnitude_engine.kv.tiers import Tiers
 
 
-class CacheKey(NamedTuple):
-    """Whose tokens these are; what is retained is shared within the tenant."""
-
-    tenant: str
-    session: str
-    branch: str
-    choice: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """The pages of one sequence; changed by the manager only.
-
-    Attributes:
-        pages: page ids for positions 0, 16, 32, …
-        length: tokens whose keys and values are in the pages.
-        reused: tokens that `acquire` found in the cache.
-        source: the retained page of which it began with a copy.
-    """
-
-    key: CacheKey
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-    reused: int = 0
-    source: Node | None = None
-
-
-def pages_for(tokens: int) -> int:
-    """Returns how many pages hold `tokens` tokens."""
-    return -(-tokens // PAGE_TOKENS)
+NOTHING: Mapping[bytes, Payload] = {}
+SESSIONS = 4096
 
 
 class CacheManager:
-    """Leases and retains the pages of a pool of `pages` pages; with `reuse` off nothing is retained."""
+    """Leases and retains the pages of a pool.
 
-    def __init__(self, pages: int, reuse: bool = True) -> None:
+    Args:
+        pages: how many there are.
+        reuse: with it off nothing is retained.
+        tiers: where evicted pages go and come back from; default: nowhere.
+        clock: seconds, monotonic.
+
+    Attributes:
+        retention: what is known of the sessions; it chooses what is evicted.
+        evicted: running totals.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        reuse: bool = True,
+        tiers: Tiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = PagePool(pages)
         self._reuse = reuse
-        self._tree = RadixTree()
+        self._tiers = tiers or Tiers()
+        self._clock = clock
+        self._tree = RadixTree(self._tiers.identity, clock)
         self._leases: set[Lease] = set()
-        self._ops: list[PageOp] = []
-        self.evicted_pages = 0
+        self._ops: list[CacheOp] = []
+        self._unsaved: deque[Node] = deque()
+        self._begun: dict[SessionKey, int] = {}
+        self.retention = Retention(pages)
+        self.evicted = Evicted()
 
     @property
     def total(self) -> int:
@@ -88,6 +91,11 @@ class CacheManager:
         return self._pool.free + self._pool.idle
 
     @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return self._pool.free
+
+    @property
     def retained(self) -> int:
         """Pages kept for later steps only."""
         return self._pool.idle
@@ -96,19 +104,51 @@ class CacheManager:
         """Returns how many pages become available when `lease` ends."""
         return sum(1 for page in lease.pages if self._pool.leases(page) == 1)
 
-    def acquire(self, key: CacheKey, ids: Sequence[int]) -> Lease:
+    def chain(self, tenant: str, ids: Sequence[int]) -> list[bytes]:
+        """Returns the digests of the full pages of `ids`."""
+        return chain(self._tree.root(tenant), ids)
+
+    def cached_pages(self, chain: Sequence[bytes]) -> tuple[int, int]:
+        """Returns how many of the pages with these digests are retained, and how many of those are in use.
+
+        A page is retained, or in use, only with all pages before it, so both are found in O(log pages).
+        """
+        cached = bisect_left(chain, True, key=lambda digest: self._tree.page_of(digest) is None)
+        return cached, bisect_left(chain, True, hi=cached, key=lambda digest: not self._in_use(digest))
+
+    def missing(self, tenant: str, ids: Sequence[int]) -> Iterator[BlockName]:
+        """Yields the names of the full pages of `ids` that are not retained; the last token is never among them."""
+        usable = len(ids) - 1
+        digest, done = self._tree.root(tenant), 0
+        for node in self._tree.follow(tenant, ids[:usable]):
+            digest, done = node.digest, done + PAGE_TOKENS
+        while done + PAGE_TOKENS <= usable:
+            chunk = tuple(ids[done : done + PAGE_TOKENS])
+            name = BlockName(next_digest(digest, chunk), digest, chunk)
+            yield name
+            digest, done = name.key, done + PAGE_TOKENS
+
+    def acquire(self, key: CacheKey, ids: Sequence[int], fetched: Mapping[bytes, Payload] = NOTHING) -> Lease:
         """Returns a lease on the longest prefix of `ids` retained for the tenant, at most len(ids) - 1 tokens.
 
-        Full pages are shared. A partial page is written on where all of it matches and nobody else does so, and
+        Full pages are shared; where they end, the lower tiers are asked for more: those in host memory, and
+        `fetched` ones by digest. A partial page is written on where all of it matches and nobody else does so, and
         copied otherwise.
         """
         lease = Lease(key)
         self._leases.add(lease)
-        found = self._tree.match(key.tenant, ids[: len(ids) - 1])
+        usable = ids[: len(ids) - 1]
+        found = self._tree.match(key.tenant, usable)
+        self._begun.pop(key.owner, None)
+        self._begun[key.owner] = self._tree.uses
+        if len(self._begun) > SESSIONS:
+            del self._begun[next(iter(self._begun))]
         lease.pages = [node.page for node in found.full]
         self._pool.lease(lease.pages)
         lease.length = len(found.full) * PAGE_TOKENS
-        if found.partial is not None:
+        digest = found.full[-1].digest if found.full else self._tree.root(key.tenant)
+        self._restore(lease, digest, usable, fetched)
+        if found.partial is not None and lease.length == len(found.full) * PAGE_TOKENS:
             page = found.partial.page
             if found.common == len(found.partial.ids) and not self._pool.leases(page):
                 self._pool.lease([page])
@@ -168,16 +208,43 @@ class CacheManager:
         lease.pages, lease.length, lease.source = [], 0, None
 
     def evict(self, pages: int) -> int:
-        """Frees up to `pages` idle pages, the least recently used leaf first each time; returns how many."""
-        freed = 0
+        """Frees up to `pages` idle pages, leaf by leaf as retention chooses; returns how many."""
+        freed = dead = spilled = 0
         while freed < pages:
-            node = self._tree.pop_unused(lambda page: self._pool.leases(page) > 0)
+            node = self._tree.pop_unused(lambda page: self._pool.leases(page) > 0, self._choose)
             if node is None:
                 break
+            if node.name is not None and self._tiers.wants(node.digest):
+                self._ops.append(Spill(node.page, node.name))
+                spilled += 1
             self._pool.end_retention([node.page])
+            dead += self._abandoned(node) or math.isinf(self.retention.expected_use_s(node.session, node.used_at, self._clock()))
             freed += 1
-        self.evicted_pages += freed
+        total = self.evicted
+        self.evicted = Evicted(total.pressure + freed - dead, total.dead + dead, total.spilled + spilled)
         return freed
+
+    def take_unsaved(self, pages: int) -> list[Spill]:
+        """Returns up to `pages` retained pages that no lower tier holds yet, the longest retained first."""
+        due: list[Spill] = []
+        while self._unsaved and len(due) < pages:
+            node = self._unsaved.popleft()
+            node.unsaved = False
+            if self._tree.at(node.page) is node and node.name is not None and self._tiers.lacks(node.digest):
+                due.append(Spill(node.page, node.name))
+        return due
+
+    def postpone(self, spills: Sequence[Spill]) -> None:
+        """Puts back what `take_unsaved` returned and could not be saved."""
+        for spill in reversed(spills):
+            node = self._tree.at(spill.page)
+            if node is not None and node.digest == spill.name.key:
+                node.unsaved = True
+                self._unsaved.appendleft(node)
+
+    def runs(self) -> tuple[api.CacheRun, ...]:
+        """Returns the retained pages as stretches without a fork, parents first."""
+        return stretches(self._tree.roots(), lambda page: self._pool.leases(page) > 0, self._clock())
 
     def forget(self, lease: Lease) -> None:
         """Ends a lease whose numbers are broken: nothing that it computed or started from is found again.
@@ -189,20 +256,23 @@ class CacheManager:
         if lease.source is not None:
             held.append(lease.source)
         for node in held:
-            gone = [each.page for each in self._tree.remove(node)]
+            removed = self._tree.remove(node)
+            gone = [each.page for each in removed]
             self._pool.spoil(gone)
             self._pool.end_retention(gone)
+            self._tiers.discard([each.digest for each in removed if each.digest])
         self._pool.spoil(lease.pages)
         self.release(lease)
 
     def reset(self) -> None:
         """Ends all leases and drops everything retained; all pages are zeroed before their next use."""
         self._pool = PagePool(self._pool.total, dirty=True)
-        self._tree = RadixTree()
+        self._tree = RadixTree(self._tiers.identity, self._clock)
         self._leases.clear()
         self._ops.clear()
+        self._unsaved.clear()
 
-    def take_ops(self) -> list[PageOp]:
+    def take_ops(self) -> list[CacheOp]:
         """Returns the page operations due before the next forward pass, and forgets them."""
         ops, self._ops = self._ops, []
         return ops
@@ -246,12 +316,53 @@ class CacheManager:
         for index, start in enumerate(range(0, tokens, PAGE_TOKENS)):
             chunk, page = tuple(ids[start : min(start + PAGE_TOKENS, tokens)]), lease.pages[index]
             node, added, superseded = self._tree.place(node, chunk, page)
+            node.session = lease.key.owner
             if added:
                 self._pool.retain([page])
+            if node.digest and not node.unsaved and self._tiers.lacks(node.digest):
+                node.unsaved = True
+                self._unsaved.append(node)
             if superseded is not None:
                 self._pool.end_retention([superseded.page])
             if node.page != page and len(chunk) == PAGE_TOKENS:
                 self._replace(lease, index, node.page)
+
+    def _restore(
+        self, lease: Lease, digest: bytes, ids: Sequence[int], fetched: Mapping[bytes, Payload]
+    ) -> None:
+        """Appends the pages that a lower tier has, as long as each goes on from the one before.
+
+        They are retained at once: operations apply before anybody reads them.
+        """
+        while lease.length + PAGE_TOKENS <= len(ids):
+            digest = next_digest(digest, ids[lease.length : lease.length + PAGE_TOKENS])
+            payload = fetched.get(digest)
+            from_disk = payload is not None
+            if payload is None:
+                payload = self._tiers.load(digest)
+            if payload is None or not self._reserve(1):
+                break
+            (page,) = self._allocate(1, lease)
+            self._ops.append(Fill(page, payload))
+            lease.pages.append(page)
+            lease.length += PAGE_TOKENS
+            lease.from_disk += PAGE_TOKENS if from_disk else 0
+            lease.from_host += 0 if from_disk else PAGE_TOKENS
+        if lease.from_disk or lease.from_host:
+            self._retain(lease, ids, lease.length)
+
+    def _choose(self, leaves: Sequence[Node]) -> int:
+        """Returns which of the least recently used leaves goes."""
+        candidates = [Candidate(node.session, node.used_at, self._abandoned(node)) for node in leaves]
+        return self.retention.choose(candidates, self._clock())
+
+    def _in_use(self, digest: bytes) -> bool:
+        page = self._tree.page_of(digest)
+        return page is not None and self._pool.leases(page) > 0
+
+    def _abandoned(self, leaf: Node) -> bool:
+        """Whether the session that used a leaf last has gone on since, from an earlier page."""
+        return leaf.session is not None and leaf.used < self._begun.get(leaf.session, 0)
 
     def _replace(self, lease: Lease, index: int, page: int) -> None:
         """Gives `page` in place of another to a lease, and to the forks that share that one with it.

@@ -1,0 +1,92 @@
+"""The cache as the engine uses it: page accounts, the tensors behind them, and the tiers below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from magnitude_engine import api
+from magnitude_engine.config import PAGE_TOKENS
+from magnitude_engine.kv.lease import CacheKey, Lease
+from magnitude_engine.kv.manager import NOTHING, CacheManager
+from magnitude_engine.kv.tensors import apply_ops, read_page
+from magnitude_engine.kv.tiers import Fetch, Tiers
+
+
+class PagedCache:
+    """Owned by the engine's thread; `close` gives the tiers' folder back.
+
+    Args:
+        pages: keys and values, [2 * layers, pages, ...]; changed in place.
+    """
+
+    def __init__(self, manager: CacheManager, tiers: Tiers, pages: torch.Tensor) -> None:
+        self.manager = manager
+        self.tiers = tiers
+        self._pages = pages
+
+    def fetch(self, tenant: str, ids: Sequence[int], prefill_rate: float, ready: Callable[[], None]) -> Fetch | None:
+        """Begins to read what of `ids` is on disk only (see `Tiers.fetch`)."""
+        return self.tiers.fetch(self.manager.missing(tenant, ids), prefill_rate, ready)
+
+    def acquire(self, key: CacheKey, ids: Sequence[int], fetch: Fetch | None = None) -> Lease:
+        """Returns a lease on what is cached of `ids`, wherever it lies."""
+        lease = self.manager.acquire(key, ids, fetch.payloads() if fetch is not None else NOTHING)
+        self.tiers.served_tokens(lease.from_host, lease.from_disk)
+        return lease
+
+    def apply(self) -> None:
+        """Carries out what the manager decided; to be called before each forward pass."""
+        apply_ops(self.manager.take_ops(), self._pages, self.tiers.keep)
+
+    def save(self, pages: int) -> bool:
+        """Begins to write up to `pages` retained pages back to disk; False when nothing more can be done now."""
+        due = self.manager.take_unsaved(pages)
+        if not due:
+            return False
+        self.apply()
+        for index, (page, name) in enumerate(due):
+            if not self.tiers.save(name, read_page(self._pages, page)):
+                self.manager.postpone(due[index:])
+                return False
+        return True
+
+    def flush(self, timeout_s: float) -> bool:
+        """Writes everything that is retained to disk; False when the time ran out."""
+        while self.save(64):
+            self.tiers.flush(timeout_s)
+        return self.tiers.flush(timeout_s)
+
+    def report(self, served: int, now: float) -> api.CacheReport:
+        """Returns what is where; `served` is how many prompt tokens the device's pages have served."""
+        manager, retention = self.manager, self.manager.retention
+        total, page_bytes = manager.total, self._pages[:, :1].numel() * self._pages.element_size()
+        device = api.TierUse(
+            name="device",
+            blocks=total - manager.free,
+            bytes=(total - manager.free) * page_bytes,
+            limit_bytes=total * page_bytes,
+            tokens_served=served,
+            evicted=manager.evicted.pressure + manager.evicted.dead,
+        )
+        return api.CacheReport(
+            page_tokens=PAGE_TOKENS,
+            pages_total=total,
+            pages_free=manager.free,
+            pages_idle=manager.retained,
+            policy=retention.policy,
+            learned_hit_rate=retention.learned_hit_rate,
+            lru_hit_rate=retention.lru_hit_rate,
+            tiers=(device, *self.tiers.use()),
+            runs=manager.runs(),
+            sessions=retention.sessions(now),
+        )
+
+    def close(self) -> None:
+        """Writes what is not on disk yet within seconds, and lets go of it."""
+        self.flush(CLOSE_FLUSH_S)
+        self.tiers.close()
+
+
+CLOSE_FLUSH_S = 5.0
