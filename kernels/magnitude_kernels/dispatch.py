@@ -6,14 +6,17 @@ A kernel runs where the tensors lie on a GPU that Triton has a driver for; every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 
+from magnitude_kernels.kv_copy import reference as kv_copy_reference
+from magnitude_kernels.kv_copy.reference import PageMove, PageTensors
 from magnitude_kernels.sample import reference as sample_reference
 from magnitude_kernels.sample.reference import Sampled, SampleParams
 
-OPERATIONS = ("sample",)
+OPERATIONS = ("sample", "kv_copy")
 
 
 # Triton exists for Linux only.
@@ -32,3 +35,31 @@ def sample(logits: torch.Tensor, params: SampleParams) -> Sampled:
 
         return sample_triton(logits, params)
     return sample_reference.sample(logits, params)
+
+
+def copy_pages(cache: PageTensors, moves: Sequence[PageMove]) -> None:
+    """Moves and zeroes pages of `cache`, one after the other; see `kv_copy.reference` for this and the next two."""
+    if uses_kernel(cache.table):
+        from magnitude_kernels.kv_copy.triton import copy
+
+        copy(cache, moves)
+    else:
+        kv_copy_reference.copy(cache, moves)
+
+
+def gather_pages(cache: PageTensors, pages: Sequence[int], staging: torch.Tensor) -> torch.Tensor:
+    """Fills `staging` (from `cache.staging`) with `pages`; returns their checksums, int64 [pages]."""
+    if uses_kernel(cache.table):
+        from magnitude_kernels.kv_copy.triton import gather
+
+        return gather(cache, pages, staging)
+    return kv_copy_reference.gather(cache, pages, staging)
+
+
+def scatter_pages(cache: PageTensors, pages: Sequence[int], staging: torch.Tensor) -> torch.Tensor:
+    """Fills `pages` from `staging`; returns the checksums of what was written, int64 [pages]."""
+    if uses_kernel(cache.table):
+        from magnitude_kernels.kv_copy.triton import scatter
+
+        return scatter(cache, pages, staging)
+    return kv_copy_reference.scatter(cache, pages, staging)
