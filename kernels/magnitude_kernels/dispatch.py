@@ -13,10 +13,12 @@ import torch
 
 from magnitude_kernels.kv_copy import reference as kv_copy_reference
 from magnitude_kernels.kv_copy.reference import PageMove, PageTensors
+from magnitude_kernels.kv_quantise import reference as kv_quantise_reference
+from magnitude_kernels.kv_quantise.reference import Quantised
 from magnitude_kernels.sample import reference as sample_reference
 from magnitude_kernels.sample.reference import Sampled, SampleParams
 
-OPERATIONS = ("sample", "kv_copy")
+OPERATIONS = ("sample", "kv_copy", "kv_quantise")
 
 
 # Triton exists for Linux only.
@@ -63,3 +65,21 @@ def scatter_pages(cache: PageTensors, pages: Sequence[int], staging: torch.Tenso
 
         return scatter(cache, pages, staging)
     return kv_copy_reference.scatter(cache, pages, staging)
+
+
+def quantise(x: torch.Tensor) -> Quantised:
+    """Rounds rows [..., head_dim] to int8 with a scale each; see `kv_quantise.reference` for the error bound."""
+    if uses_kernel(x):
+        from magnitude_kernels.kv_quantise.triton import quantise as quantise_triton
+
+        return quantise_triton(x)
+    return kv_quantise_reference.quantise(x)
+
+
+def dequantise(rows: Quantised, dtype: torch.dtype) -> torch.Tensor:
+    """Returns rounded rows in `dtype`, NaN throughout where a row was not finite."""
+    if uses_kernel(rows.codes):
+        from magnitude_kernels.kv_quantise.triton import dequantise as dequantise_triton
+
+        return dequantise_triton(rows, dtype)
+    return kv_quantise_reference.dequantise(rows, dtype)
