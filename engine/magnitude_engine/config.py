@@ -33,7 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_memory_mb: Annotated[int, Meta(ge=1, description="memory for keys and values, MiB")] = 2048
     kv_host_mb: Annotated[int, Meta(ge=0, description="host memory for pages off the device, MiB; 0: none")] = 0
     kv_disk_mb: Annotated[int, Meta(ge=0, description="disk space for cached pages, MiB; 0: none")] = 0
-    kv_dir: Annotated[str | None, Meta(min_length=1, description="folder of the disk tier")] = None
+    kv_dir: Annotated[str, Meta(min_length=1, description="folder of the disk tier")] | None = None
     max_batch_size: Annotated[int, Meta(ge=1, le=1024, description="sequences decoded together")] = 32
     max_waiting: Annotated[int, Meta(ge=0, le=100_000, description="requests queued before 429")] = 256
     prefill_chunk: Annotated[int, Meta(ge=1, le=65_536, description="prompt tokens computed per step")] = 256
