@@ -12,7 +12,7 @@ from magnitude_engine.warm import WarmQueue
 def record(telemetry: WorkerTelemetry, cache: PagedCache, warm: WarmQueue) -> None:
     """Sets everything that is counted elsewhere."""
     manager, retention = cache.manager, cache.manager.retention
-    values = {
+    values: dict[names.Metric, float] = {
         names.PAGES_TOTAL: manager.total,
         names.PAGES_FREE: manager.free,
         names.PAGES_RETAINED: manager.retained,
@@ -22,7 +22,7 @@ def record(telemetry: WorkerTelemetry, cache: PagedCache, warm: WarmQueue) -> No
         names.PAGES_SPILLED: manager.evicted.spilled,
         names.LEARNED_HIT_RATE: retention.learned_hit_rate,
         names.LRU_HIT_RATE: retention.lru_hit_rate,
-        names.LRU_IN_FORCE: retention.policy == "lru",
+        names.LRU_IN_FORCE: float(retention.policy == "lru"),
         names.WARM_ROWS: warm.computed,
         names.WARM_USED: warm.used,
         names.SLOW_READS: cache.tiers.slow_reads,

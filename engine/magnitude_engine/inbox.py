@@ -11,8 +11,8 @@ from typing import NamedTuple
 from magnitude_engine import api
 from magnitude_engine.answer import Answer
 from magnitude_engine.errors import RequestError, WorkerLost
+from magnitude_engine.predict import Settled
 from magnitude_engine.request import PreparedRequest, Sequence
-from magnitude_engine.warm import WarmAsk
 
 
 class JobKey(NamedTuple):
@@ -28,6 +28,9 @@ class Cached(NamedTuple):
     tokens: int = 0
     host: int = 0
     disk: int = 0
+
+
+NOT_CACHED = Cached()
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +49,7 @@ class Job:
     sequences: tuple[Sequence, ...]
     arrived: float
     started: bool = False
-    cached: Cached = Cached()
+    cached: Cached = NOT_CACHED
 
     @property
     def key(self) -> JobKey:
@@ -61,11 +64,12 @@ class Question:
     answer: Callable[[api.CacheReport], None]
 
 
-class Ahead(NamedTuple):
-    """A prompt's beginning to compute ahead, and the tool whose output will follow it ("" for none)."""
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A prompt's beginning to compute ahead; `done` is called when it is computed, or will not be."""
 
-    ask: WarmAsk
-    tool: str
+    settled: Settled
+    done: Callable[[], None]
 
 
 Mail = Job | JobKey | Question | Ahead | api.EndSession

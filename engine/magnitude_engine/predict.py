@@ -14,12 +14,15 @@ A wrong guess costs the time of computing it, which nobody else wanted, and chan
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from magnitude_engine import api
 from magnitude_engine.errors import MagnitudeError
@@ -34,11 +37,28 @@ CONTINUATIONS = ("a", " 0", "\n\n", "Z9")
 
 
 class Settled(NamedTuple):
-    """Ids that the next prompt of a session begins with, and the tool whose output follows them ("" for a user)."""
+    """Ids that the next prompt of a session begins with.
+
+    Attributes:
+        tool: whose output follows them; "" for a user's words.
+        hold: whether the session itself comes back for them; otherwise any request may.
+    """
 
     owner: SessionKey
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = ()
     tool: str = ""
+    hold: bool = True
+
+
+def _nothing() -> None:
+    """What to do when nobody waits."""
+
+
+class _Forms(NamedTuple):
+    """A conversation and the messages of which one comes behind it."""
+
+    base: api.ChatInput
+    ends: tuple[api.Message, ...]
 
 
 @dataclass(slots=True)
@@ -61,10 +81,12 @@ class Predictor:
 
     Args:
         limit: most ids of a prompt.
-        settled: called on that thread with each prediction.
+        settled: called on that thread with each prediction, and with whom to tell when it is carried out.
     """
 
-    def __init__(self, prompts: PromptEncoder, limit: int, settled: Callable[[Settled], None]) -> None:
+    def __init__(
+        self, prompts: PromptEncoder, limit: int, settled: Callable[[Settled, Callable[[], None]], None]
+    ) -> None:
         self._prompts = prompts
         self._limit = limit
         self._settled = settled
@@ -96,16 +118,28 @@ class Predictor:
         if event.kind != "started":
             self._pool.submit(self._predict, owner)
 
-    def register(self, owner: SessionKey, register: api.Register) -> None:
-        """Settles what every prompt with these tools and this system prompt begins with."""
+    def register(self, register: api.Register, done: Callable[[], None]) -> None:
+        """Settles what every prompt with these tools and this system prompt begins with.
+
+        `done` is called when that is known to be impossible; otherwise it goes on with the prediction.
+        """
         system = (api.Message(role="system", content=register.system),) if register.system else ()
         ends = tuple(api.Message(role="user", content=text) for text in CONTINUATIONS)
-        self._pool.submit(self._settle, Settled(owner, ()), api.ChatInput(messages=system, tools=register.tools), ends)
+        base = api.ChatInput(messages=system, tools=register.tools)
+        name = hashlib.blake2b(msgspec.msgpack.encode(base), digest_size=16).hexdigest()
+        settled = Settled(SessionKey(register.tenant, f"registered {name}", "main"), hold=False)
+        self._pool.submit(self._settle, settled, _Forms(base, ends), done)
 
-    def forget(self, owner: SessionKey) -> None:
-        """The session goes on, or has ended."""
+    def forget(self, tenant: str, session: str, branch: str | None) -> None:
+        """Nothing more comes of a session, or of one of its branches."""
         with self._lock:
-            self._sessions.pop(owner, None)
+            for owner in list(self._sessions):
+                if owner[:2] == (tenant, session) and branch in (None, owner.branch):
+                    del self._sessions[owner]
+
+    def wait(self) -> None:
+        """Returns when everything asked before is settled."""
+        self._pool.submit(_nothing).result()
 
     def close(self) -> None:
         """Stops; what is not rendered yet never will be."""
@@ -119,22 +153,25 @@ class Predictor:
             done, tool, ends = _next_messages(expected)
         chat = expected.chat
         base = api.ChatInput(messages=(*chat.messages, *done), tools=chat.tools, tool_choice=chat.tool_choice)
-        self._settle(Settled(owner, (), tool), base, ends)
+        self._settle(Settled(owner, tool=tool), _Forms(base, ends), _nothing)
 
-    def _settle(self, settled: Settled, base: api.ChatInput, ends: Sequence[api.Message]) -> None:
-        """Reports the ids that `base` with any of `ends` behind it begins with."""
+    def _settle(self, settled: Settled, forms: _Forms, done: Callable[[], None]) -> None:
+        """Reports the ids that all forms of a prompt begin with."""
         try:
-            ids = self._common(base, ends)
+            ids = self._common(forms)
         except MagnitudeError as error:
             # The conversation is the client's: one that cannot be rendered, or is too long, is told when it comes.
-            worker_log.debug("nothing was prefilled ahead: %s", error)
-            return
+            worker_log.debug("nothing is computed ahead: %s", error)
+            ids = ()
         if ids:
-            self._settled(settled._replace(ids=ids))
+            self._settled(settled._replace(ids=ids), done)
+        else:
+            done()
 
-    def _common(self, base: api.ChatInput, ends: Sequence[api.Message]) -> tuple[int, ...]:
+    def _common(self, forms: _Forms) -> tuple[int, ...]:
+        base = forms.base
         common: tuple[int, ...] | None = None
-        for end in ends:
+        for end in forms.ends:
             chat = api.ChatInput(messages=(*base.messages, end), tools=base.tools, tool_choice=base.tool_choice)
             ids = self._prompts.encode(chat, self._limit)
             common = ids if common is None else common[: common_prefix(common, ids)]

@@ -221,7 +221,7 @@ class Seats:
         chain = self._cache.manager.chain(generate.tenant, sequence.tokens)
         self._places[sequence.order] = Place(run, chain, self._clock())
         self._prefixes.enter(chain)
-        self.service.enter(run)
+        self.service.enter(run, self._clock())
 
     def _come_back(self, sequence: Sequence) -> None:
         """Lets a sequence that lost its seat wait, with all the tokens that it has now."""

@@ -16,7 +16,7 @@ from magnitude_engine.request import Sequence
 
 
 class Rows(NamedTuple):
-    """`count` tokens of `tokens`, computed in this step after the `lease.length` that are in the cache.
+    """`rows` tokens of `tokens`, computed in this step after the `lease.length` that are in the cache.
 
     Attributes:
         lease: has pages for them.
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
     tokens: Sequences[int]
     lease: Lease
-    count: int
+    rows: int
     wanted: bool = False
 
 
@@ -48,9 +48,9 @@ def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
     slots: list[int] = []
     spans: list[SequenceRows] = []
     logit_rows: list[int] = []
-    for tokens, lease, count, wanted in shares:
-        first, last = lease.length, lease.length + count
-        spans.append(SequenceRows(start=len(ids), count=count, context=last, pages=tuple(lease.pages)))
+    for tokens, lease, rows, wanted in shares:
+        first, last = lease.length, lease.length + rows
+        spans.append(SequenceRows(start=len(ids), count=rows, context=last, pages=tuple(lease.pages)))
         ids += tokens[first:last]
         positions += range(first, last)
         slots += [lease.pages[p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS for p in range(first, last)]

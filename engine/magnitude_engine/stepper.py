@@ -28,7 +28,7 @@ from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
-from magnitude_engine.inbox import Cached, Job, JobKey
+from magnitude_engine.inbox import Ahead, Cached, Job, JobKey
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
@@ -36,7 +36,7 @@ from magnitude_engine.kv.tiers import Fetch
 from magnitude_engine.model.batch import KeyValueCache
 from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Emission, Sequence
-from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, row_budget, smooth
+from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, decode_cost, row_budget, smooth
 from magnitude_engine.seats import Seats
 from magnitude_engine.sessions import Sessions
 from magnitude_engine.step import Rows, Work, build_batch, row_spec
@@ -152,13 +152,18 @@ class Stepper:
         self._sessions.ended(end.tenant, end.session, end.branch)
         self.warm.forget(end.tenant, end.session, end.branch)
 
-    def prefill_ahead(self, ask: WarmAsk, tool: str) -> None:
-        """Computes a prompt's beginning when nothing else is to be done; what `tool` returns is expected behind it."""
-        if self._config.optimization_level == "off":
-            ask.done()
-            return
-        reserve = self.manager.retention.expected_output(ask.owner.tenant, tool) if tool else None
-        self.warm.ask(ask._replace(reserve=reserve or 0), self._hooks.clock())
+    def prefill_ahead(self, ahead: Ahead) -> None:
+        """Has a prompt's beginning computed when nothing else is to be done, with room for what will follow it."""
+        settled = ahead.settled
+        reserve = self.manager.retention.expected_output(settled.owner.tenant, settled.tool) if settled.tool else None
+        ask = WarmAsk(settled.owner, settled.ids, reserve or 0, settled.hold, ahead.done)
+        self.warm.ask(ask, self._hooks.clock())
+
+    def report(self) -> api.CacheReport:
+        """Returns what the cache holds."""
+        cached = self.telemetry.value(names.CACHED_TOKENS)
+        lower = self.telemetry.value(names.CACHED_HOST_TOKENS) + self.telemetry.value(names.CACHED_DISK_TOKENS)
+        return self.cache.report(round(cached - lower), self._hooks.clock())
 
     def fail_running(self, error: MagnitudeError) -> None:
         """Ends all jobs that hold pages, and forgets the whole cache, since its contents are in doubt."""
@@ -371,4 +376,5 @@ class Stepper:
             self._few = smooth(self._few, rows, seconds)
         else:
             self._many = smooth(self._many, rows, seconds)
+            self._seats.service.decode_cost = decode_cost(self._few, self._many)
             self._seats.prefill_rate = self._many.rows / self._many.seconds

@@ -122,6 +122,7 @@ class WarmQueue:
     def ask(self, ask: WarmAsk, now: float) -> None:
         """Takes a prefix in; it replaces what was asked for the session before."""
         if ask.hold and not self._useful.worth(ask.owner.tenant):
+            ask.done()
             return
         task = self._tasks.pop(ask.owner, None)
         if task is not None and task.lease is not None and not _goes_on(task, ask):

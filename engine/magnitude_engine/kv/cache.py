@@ -80,7 +80,7 @@ class PagedCache:
             lru_hit_rate=retention.lru_hit_rate,
             tiers=(device, *self.tiers.use()),
             runs=manager.runs(),
-            sessions=retention.sessions(now),
+            sessions=tuple(retention.sessions(now)),
         )
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ from magnitude_engine.kv.report import stretches
 from magnitude_engine.kv.retention import Candidate, Retention, SessionKey
 from magnitude_engine.kv.tiers import Tiers
 
-
 NOTHING: Mapping[bytes, Payload] = {}
 SESSIONS = 4096
 
@@ -99,6 +98,11 @@ class CacheManager:
     def retained(self) -> int:
         """Pages kept for later steps only."""
         return self._pool.idle
+
+    @property
+    def evicted_pages(self) -> int:
+        """Pages evicted since the start."""
+        return self.evicted.pressure + self.evicted.dead
 
     def recoverable(self, lease: Lease) -> int:
         """Returns how many pages become available when `lease` ends."""
@@ -218,7 +222,9 @@ class CacheManager:
                 self._ops.append(Spill(node.page, node.name))
                 spilled += 1
             self._pool.end_retention([node.page])
-            dead += self._abandoned(node) or math.isinf(self.retention.expected_use_s(node.session, node.used_at, self._clock()))
+            dead += self._abandoned(node) or math.isinf(
+                self.retention.expected_use_s(node.session, node.used_at, self._clock())
+            )
             freed += 1
         total = self.evicted
         self.evicted = Evicted(total.pressure + freed - dead, total.dead + dead, total.spilled + spilled)
@@ -327,9 +333,7 @@ class CacheManager:
             if node.page != page and len(chunk) == PAGE_TOKENS:
                 self._replace(lease, index, node.page)
 
-    def _restore(
-        self, lease: Lease, digest: bytes, ids: Sequence[int], fetched: Mapping[bytes, Payload]
-    ) -> None:
+    def _restore(self, lease: Lease, digest: bytes, ids: Sequence[int], fetched: Mapping[bytes, Payload]) -> None:
         """Appends the pages that a lower tier has, as long as each goes on from the one before.
 
         They are retained at once: operations apply before anybody reads them.

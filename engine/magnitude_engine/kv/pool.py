@@ -19,7 +19,7 @@ from typing import NamedTuple
 from magnitude_engine.errors import EngineError
 from magnitude_engine.kv.blocks import BlockName
 
-Payload = bytes | bytearray | memoryview
+Payload = bytes | memoryview
 
 
 class OutOfPages(EngineError):

@@ -26,15 +26,14 @@ def apply_ops(ops: Sequence[CacheOp], pages: torch.Tensor, keep: Callable[[Block
 def read_page(pages: torch.Tensor, page: int) -> Payload:
     """Returns a copy of one page's keys and values of all layers, in main memory."""
     copy = pages[:, page].clone(memory_format=torch.contiguous_format).cpu()
-    return memoryview(copy.view(torch.uint8).numpy()).cast("B")
+    return copy.view(torch.uint8).numpy().tobytes()
 
 
 def write_page(pages: torch.Tensor, page: int, payload: Payload) -> None:
     """Writes what `read_page` returned to a page."""
     target = pages[:, page]
     # Torch warns of memory that it could write to by mistake; it is only read here.
-    data = payload if isinstance(payload, bytearray) else bytearray(payload)
-    target.copy_(torch.frombuffer(data, dtype=torch.uint8).view(pages.dtype).view(target.shape))
+    target.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(pages.dtype).view(target.shape))
 
 
 def _zero_runs(ops: Sequence[CacheOp]) -> list[CacheOp | list[int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, pages_for
+from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
+from magnitude_engine.kv.manager import CacheManager
 from magnitude_engine.kv.pool import IntegrityError, PageOp
 
 MAIN = CacheKey("tenant", "session", "main")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from magnitude_engine.config import PAGE_TOKENS
-from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, pages_for
+from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
+from magnitude_engine.kv.manager import CacheManager
 
 PAGES = 12
 KEYS = st.builds(CacheKey, st.sampled_from("ab"), st.sampled_from("st"), st.sampled_from(["main", "x"]))
