@@ -15,10 +15,12 @@ from magnitude_kernels.kv_copy import reference as kv_copy_reference
 from magnitude_kernels.kv_copy.reference import PageMove, PageTensors
 from magnitude_kernels.kv_quantise import reference as kv_quantise_reference
 from magnitude_kernels.kv_quantise.reference import Quantised
+from magnitude_kernels.norm_rope_write import reference as norm_rope_write_reference
+from magnitude_kernels.norm_rope_write.reference import HeadNorms, Places
 from magnitude_kernels.sample import reference as sample_reference
 from magnitude_kernels.sample.reference import Sampled, SampleParams
 
-OPERATIONS = ("sample", "kv_copy", "kv_quantise")
+OPERATIONS = ("sample", "kv_copy", "kv_quantise", "norm_rope_write")
 
 
 # Triton exists for Linux only.
@@ -83,3 +85,28 @@ def dequantise(rows: Quantised, dtype: torch.dtype) -> torch.Tensor:
 
         return dequantise_triton(rows, dtype)
     return kv_quantise_reference.dequantise(rows, dtype)
+
+
+def rope_write(
+    qkv: torch.Tensor, places: Places, keys: torch.Tensor, values: torch.Tensor, norms: HeadNorms | None = None
+) -> torch.Tensor:
+    """Writes a step's keys and values into a layer's cache; returns the turned queries, [rows, heads, head_dim].
+
+    See `norm_rope_write.reference` for this and for `add_norm`.
+    """
+    if uses_kernel(qkv):
+        from magnitude_kernels.norm_rope_write.triton import rope_write as rope_write_triton
+
+        return rope_write_triton(qkv, places, keys, values, norms)
+    return norm_rope_write_reference.rope_write(qkv, places, keys, values, norms)
+
+
+def add_norm(
+    h: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Adds `x` to the residual stream `h` in place; returns its normalised rows in `dtype`."""
+    if uses_kernel(h):
+        from magnitude_kernels.norm_rope_write.triton import add_norm as add_norm_triton
+
+        return add_norm_triton(h, x, weight, epsilon, dtype)
+    return norm_rope_write_reference.add_norm(h, x, weight, epsilon, dtype)

@@ -85,10 +85,6 @@ class SessionTable:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._dues: list[tuple[float, SessionKey]] = []
 
-    def __len__(self) -> int:
-        """Returns the number of known sessions."""
-        return len(self._sessions)
-
     def get(self, key: SessionKey) -> Session | None:
         """Returns what is known of a session."""
         return self._sessions.get(key)

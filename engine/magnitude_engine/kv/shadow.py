@@ -75,17 +75,6 @@ class Shadow:
         """Returns the number of pages held."""
         return self._held
 
-    def found(self, chain: Sequence[bytes]) -> int:
-        """Returns how many leading pages of `chain` are held; changes nothing."""
-        node, at = self._root, 0
-        while at < len(chain) and (child := node.children.get(chain[at])) is not None:
-            common = _common(child.digests, chain[at : at + len(child.digests)])
-            at += common
-            if common < len(child.digests):
-                break
-            node = child
-        return at
-
     def access(self, key: SessionKey, chain: Sequence[bytes], now: float) -> int:
         """Uses and holds all pages of `chain`, as many as there is room for; returns how many were held before."""
         self._access += 1

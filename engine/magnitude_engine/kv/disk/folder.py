@@ -170,7 +170,8 @@ class BlockFolder:
             try:
                 self._files.write(temporary, parts)
             except FileNotFoundError:
-                os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+                for folder in (self._base, os.path.dirname(target)):
+                    os.makedirs(folder, mode=0o700, exist_ok=True)
                 self._files.write(temporary, parts)
             self._files.replace(temporary, target)
         except OSError:
