@@ -38,7 +38,7 @@ from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Emission, Sequence
 from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, decode_cost, row_budget, smooth
 from magnitude_engine.seats import Seats
-from magnitude_engine.sessions import Sessions
+from magnitude_engine.session_log import SessionLog
 from magnitude_engine.step import Rows, Work, build_batch, row_spec
 from magnitude_engine.warm import WarmAsk, WarmQueue
 
@@ -86,7 +86,7 @@ class Stepper:
         self._tensors = tensors
         self._config = config
         self._hooks = hooks
-        self._sessions = Sessions(cache, hooks.clock)
+        self._sessions = SessionLog(cache, hooks.clock)
         self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
         self._jobs: dict[int, Job] = {}
         self._few: Measured | None = None

@@ -83,11 +83,6 @@ class Retained:
         """Returns the entries that begin with `key`, itself included."""
         return [k for k in self.entries if k[0] == key[0] and k[1][: len(key[1])] == key[1]]
 
-    def evict(self, in_use: set[int]) -> None:
-        """Drops the least recently used entry that nothing needs."""
-        leaves = [k for k, (page, _) in self.entries.items() if page not in in_use and self.below(k) == [k]]
-        del self.entries[min(leaves, key=lambda k: self.entries[k][1])]
-
 
 class Machine(RuleBasedStateMachine):
     """Random steps of several sessions of two tenants on a pool of a few pages."""
@@ -112,8 +107,22 @@ class Machine(RuleBasedStateMachine):
         return {page for lease in self.ids for page in lease.pages}
 
     def _follow_evictions(self, before: int, in_use: set[int]) -> None:
-        for _ in range(self.manager.evicted_pages - before):
-            self.model.evict(in_use)
+        """What was evicted is any entry that nobody used and nothing depended on; retention chooses which."""
+        gone = [key for key, (page, _) in self.model.entries.items() if self._spelled(page) != key]
+        assert len(gone) == self.manager.evicted_pages - before
+        for key in sorted(gone, key=lambda key: -len(key[1])):
+            assert self.model.entries[key][0] not in in_use
+            assert self.model.below(key) == [key]
+            del self.model.entries[key]
+
+    def _spelled(self, page: int) -> Prefix | None:
+        """Returns what the tree says that a page holds the end of."""
+        node, tenant, ids = self.manager._tree.at(page), "", ()
+        if node is None:
+            return None
+        while node is not None:
+            tenant, ids, node = node.tenant, node.ids + ids, node.parent
+        return tenant, ids
 
     def _retained(self, lease: Lease, length: int) -> None:
         """The model's part of publish and commit: nothing is retained from a spoiled page on."""
@@ -239,12 +248,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_what_the_dictionary_says(self) -> None:
-        spelled = {}
-        for page in range(PAGES):
-            node, ids = self.manager._tree.at(page), ()
-            while node is not None:
-                tenant, ids, node = node.tenant, node.ids + ids, node.parent
-                spelled[page] = (tenant, ids)
+        spelled = {page: self._spelled(page) for page in range(PAGES) if self.manager._tree.at(page) is not None}
         assert spelled == {page: key for key, (page, _) in self.model.entries.items()}
 
     @invariant()

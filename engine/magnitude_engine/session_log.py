@@ -19,7 +19,7 @@ class _End(NamedTuple):
     tools: tuple[str, ...]
 
 
-class Sessions:
+class SessionLog:
     """Owned by the engine's thread; remembers the sessions that were here last.
 
     Args:
