@@ -25,25 +25,24 @@ the tensors before the next forward pass, in order.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from magnitude_engine import api
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.kv.blocks import BlockName, chain, next_digest
+from magnitude_engine.kv.integrity import check_accounts
 from magnitude_engine.kv.lease import CacheKey, Evicted, Lease, pages_for
-from magnitude_engine.kv.pool import CacheOp, Fill, IntegrityError, PageOp, PagePool, Payload, Spill
-from magnitude_engine.kv.radix import NO_PAGE, Node, RadixTree
+from magnitude_engine.kv.pool import CacheOp, Fill, PageOp, PagePool, Payload, Spill
+from magnitude_engine.kv.radix import Node, RadixTree
 from magnitude_engine.kv.report import stretches
-from magnitude_engine.kv.retention import Candidate, Retention, SessionKey
+from magnitude_engine.kv.retention import Candidate, Retention
 from magnitude_engine.kv.tiers import Tiers
 
 NOTHING: Mapping[bytes, Payload] = {}
-SESSIONS = 4096
 
 
 class CacheManager:
@@ -75,7 +74,6 @@ class CacheManager:
         self._leases: set[Lease] = set()
         self._ops: list[CacheOp] = []
         self._unsaved: deque[Node] = deque()
-        self._begun: dict[SessionKey, int] = {}
         self.retention = Retention(pages)
         self.evicted = Evicted()
 
@@ -143,10 +141,6 @@ class CacheManager:
         self._leases.add(lease)
         usable = ids[: len(ids) - 1]
         found = self._tree.match(key.tenant, usable)
-        self._begun.pop(key.owner, None)
-        self._begun[key.owner] = self._tree.uses
-        if len(self._begun) > SESSIONS:
-            del self._begun[next(iter(self._begun))]
         lease.pages = [node.page for node in found.full]
         self._pool.lease(lease.pages)
         lease.length = len(found.full) * PAGE_TOKENS
@@ -212,19 +206,21 @@ class CacheManager:
         lease.pages, lease.length, lease.source = [], 0, None
 
     def evict(self, pages: int) -> int:
-        """Frees up to `pages` idle pages, leaf by leaf as retention chooses; returns how many."""
+        """Frees up to `pages` idle pages, leaf by leaf as retention chooses; returns how many.
+
+        Pages that are not wanted again go without a trace; others are spilled where a lower tier has room.
+        """
         freed = dead = spilled = 0
         while freed < pages:
             node = self._tree.pop_unused(lambda page: self._pool.leases(page) > 0, self._choose)
             if node is None:
                 break
-            if node.name is not None and self._tiers.wants(node.digest):
+            if self._give_up(node):
+                dead += 1
+            elif node.name is not None and self._tiers.wants(node.digest):
                 self._ops.append(Spill(node.page, node.name))
                 spilled += 1
             self._pool.end_retention([node.page])
-            dead += self._abandoned(node) or math.isinf(
-                self.retention.expected_use_s(node.session, node.used_at, self._clock())
-            )
             freed += 1
         total = self.evicted
         self.evicted = Evicted(total.pressure + freed - dead, total.dead + dead, total.spilled + spilled)
@@ -285,32 +281,7 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when the pool's counts are not those of the leases and trees."""
-        self._pool.check_integrity()
-        self._tree.check_integrity()
-        held = Counter(p for lease in self._leases for p in lease.pages)
-        held.update(p for p in range(self._pool.total) if self._tree.at(p) is not None)
-        for page in range(self._pool.total):
-            if self._pool.holders(page) != held[page]:
-                raise IntegrityError(f"page {page} has {held[page]} holders, {self._pool.holders(page)} counted")
-            node = self._tree.at(page)
-            if node is not None and self._pool.spoiled(page):
-                raise IntegrityError(f"page {page} holds broken numbers and is retained")
-            if node is not None and not (node.children or node.queued or self._pool.leases(page)):
-                raise IntegrityError(f"page {page} is an unused leaf that eviction would not find")
-        for lease in self._leases:
-            self._check_lease(lease)
-
-    def _check_lease(self, lease: Lease) -> None:
-        full, rest = divmod(lease.length, PAGE_TOKENS)
-        for page in lease.pages[full:]:
-            node = self._tree.at(page)
-            written = 0 if node is None else len(node.ids)
-            if self._pool.leases(page) != 1 or written > rest:
-                raise IntegrityError("a page that is written next is shared")
-        for before, page in itertools.pairwise([NO_PAGE, *lease.pages]):
-            node = self._tree.at(page)
-            if node is not None and (node.parent is None or node.parent.page != before):
-                raise IntegrityError(f"page {page} is leased without the page before it")
+        check_accounts(self._pool, self._tree, self._leases)
 
     def _retain(self, lease: Lease, ids: Sequence[int], tokens: int) -> None:
         """Puts the first `tokens` tokens into the tree; full pages that are there already replace the lease's."""
@@ -364,9 +335,20 @@ class CacheManager:
         page = self._tree.page_of(digest)
         return page is not None and self._pool.leases(page) > 0
 
+    def _give_up(self, node: Node) -> bool:
+        """Returns whether an evicted page was not wanted again; what was only used with it is not, either."""
+        dead = self._abandoned(node) or math.isinf(
+            self.retention.expected_use_s(node.session, node.used_at, self._clock())
+        )
+        if dead and node.parent is not None and node.parent.used == node.used and not node.parent.children:
+            node.parent.left = True
+        return dead
+
     def _abandoned(self, leaf: Node) -> bool:
         """Whether the session that used a leaf last has gone on since, from an earlier page."""
-        return leaf.session is not None and leaf.used < self._begun.get(leaf.session, 0)
+        if leaf.session is None or leaf.parent is None:
+            return False
+        return leaf.left or self.retention.abandoned(leaf.session, leaf.digest or leaf.parent.digest)
 
     def _replace(self, lease: Lease, index: int, page: int) -> None:
         """Gives `page` in place of another to a lease, and to the forks that share that one with it.

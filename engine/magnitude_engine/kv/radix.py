@@ -48,6 +48,7 @@ class Node:
         session: which session used it last.
         queued: whether it has an entry in the heap of unused leaves.
         unsaved: whether it waits to be written to a lower tier.
+        left: whether what came behind it was given up as not wanted again, and it was not used since.
     """
 
     tenant: str
@@ -61,6 +62,7 @@ class Node:
     session: SessionKey | None = None
     queued: bool = False
     unsaved: bool = False
+    left: bool = False
 
     @property
     def name(self) -> BlockName | None:
@@ -121,11 +123,6 @@ class RadixTree:
     def at(self, page: int) -> Node | None:
         """Returns the node of a page."""
         return self._nodes.get(page)
-
-    @property
-    def uses(self) -> int:
-        """Number of the latest use."""
-        return self._clock
 
     def page_of(self, digest: bytes) -> int | None:
         """Returns the page of the full page with this digest."""
@@ -277,7 +274,7 @@ class RadixTree:
         self._now = self._time()
 
     def _use(self, node: Node) -> None:
-        node.used, node.used_at = self._clock, self._now
+        node.used, node.used_at, node.left = self._clock, self._now, False
 
     def _detach(self, node: Node) -> None:
         """Takes a leaf out; its parent may be a leaf now, and a root without pages is gone."""
