@@ -42,8 +42,8 @@ def payload_of(name: BlockName, size: int = BLOCK) -> bytes:
 def opened(
     folder: Path, blocks: int = 1000, identity: bytes = IDENTITY, options: DiskOptions | None = None
 ) -> DiskTier:
-    """Returns a tier with room for `blocks` blocks."""
-    return DiskTier.open(folder, identity, BLOCK, blocks * FILE, options)
+    """Returns a tier with room for `blocks` blocks, and all but a byte of one more."""
+    return DiskTier.open(folder, identity, BLOCK, (blocks + 1) * FILE - 1, options)
 
 
 def stored(tier: DiskTier, chain: Sequence[BlockName]) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +20,13 @@ import testkit.disk
 from magnitude_engine.errors import ConfigError
 from magnitude_engine.kv.blocks import BlockName
 from magnitude_engine.kv.disk import DiskOptions, DiskTier
+from magnitude_engine.kv.disk.index import DiskIndex
 from testkit.clock import ManualClock
 from testkit.disk import (
     BLOCK,
     FILE,
     IDENTITY,
+    MEMORY,
     OTHER_MODEL,
     PATIENCE_S,
     GatedFiles,
@@ -44,6 +47,13 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
     made = opened(tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A folder in memory, where there is such a thing."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield Path(folder)
 
 
 def test_what_is_written_is_read_in_order(tier: DiskTier, tmp_path: Path) -> None:
@@ -327,10 +337,27 @@ def test_a_folder_that_vanishes_is_a_miss_and_is_made_again(tier: DiskTier, tmp_
     assert fetched(tier, chain) == [payload_of(name) for name in chain]
 
 
+def test_a_late_report_of_a_lost_file_leaves_its_successor_alone() -> None:
+    (name,) = chain_of(1, 1)
+    index = DiskIndex(FILE, [name.key])
+    old = index.get(name.key)
+    assert old is not None
+    assert index.forget(old)
+    index.queue(name, payload_of(name))
+    assert not index.forget(old)
+    new = index.next()
+    assert new is not None
+    index.settle(new)
+    assert not index.forget(old)
+    assert (len(index), index.bytes) == (1, FILE)
+    assert index.forget(new)
+    assert (len(index), index.bytes) == (0, 0)
+
+
 @pytest.mark.slow
-def test_ten_thousand_blocks_are_found_at_the_start(tmp_path: Path) -> None:
+def test_ten_thousand_blocks_are_found_at_the_start(memory_path: Path) -> None:
     made = 10_000
-    base = tmp_path / IDENTITY.hex()
+    base = memory_path / IDENTITY.hex()
     keys = [random.Random(1).randbytes(14) + number.to_bytes(2, "big") for number in range(made)]
     for number, key in enumerate(keys):
         key = bytes([number % 256]) + key[1:]
@@ -338,7 +365,7 @@ def test_ten_thousand_blocks_are_found_at_the_start(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(FILE)
-    tier = opened(tmp_path, blocks=made)
+    tier = opened(memory_path, blocks=made)
     assert tier.stats.blocks == made
     tier.close()
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 import testkit.disk
 from magnitude_engine.kv.blocks import HEADER_BYTES, BlockName
 from magnitude_engine.kv.disk import DiskOptions, DiskTier
-from magnitude_engine.kv.disk.folder import NO_SPACE
+from magnitude_engine.kv.disk.folder import NO_SPACE, SystemFiles
 from testkit.clock import ManualClock
 from testkit.disk import (
     BLOCK,
@@ -155,6 +155,25 @@ def test_a_swapped_name_is_not_used(tmp_path: Path) -> None:
     assert fetched(tier, [name._replace(ids=tuple(range(16)))]) == []
     assert fetched(tier, [name]) == []
     assert tier.stats.rejected == 1
+    tier.close()
+
+
+class WatchedFiles(SystemFiles):
+    """Notes at each renaming whether the target was there, and the size of what takes its place."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, int]] = []
+
+    def replace(self, source: str, target: str) -> None:
+        self.seen.append((Path(target).exists(), Path(source).stat().st_size))
+        super().replace(source, target)
+
+
+def test_a_block_appears_under_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    files = WatchedFiles()
+    tier = opened(tmp_path, options=DiskOptions(files=files))
+    stored(tier, chain_of(1, 3))
+    assert files.seen == [(False, FILE)] * 3
     tier.close()
 
 

@@ -94,8 +94,8 @@ class DiskTier:
     def write(self, name: BlockName, payload: bytes | memoryview) -> bool:
         """Queues a block, as the most recently used one; `touch` the chain when all of it is queued.
 
-        A memoryview is copied, bytes are not. Returns False, and does nothing, while the queue is full, writing is
-        paused or the tier is closed; True where the block is here already.
+        A memoryview is copied here, which costs far more than the rest; bytes are not. Returns False, and does
+        nothing, while the queue is full, writing is paused or the tier is closed; True where the block is here already.
 
         Raises:
             ValueError: name or payload have the wrong length.
