@@ -8,6 +8,7 @@ import torch
 
 from magnitude_engine import api
 from magnitude_engine.config import PAGE_TOKENS
+from magnitude_engine.kv.blocks import BlockName
 from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.manager import NOTHING, CacheManager
 from magnitude_engine.kv.tensors import apply_ops, read_page
@@ -46,11 +47,21 @@ class PagedCache:
         if not due:
             return False
         self.apply()
-        for index, (page, name) in enumerate(due):
+        saved = 0
+        for page, name in due:
             if not self.tiers.save(name, read_page(self._pages, page)):
-                self.manager.postpone(due[index:])
-                return False
-        return True
+                break
+            saved += 1
+        self._touch([spill.name for spill in due[:saved]])
+        self.manager.postpone(due[saved:])
+        return saved == len(due)
+
+    def _touch(self, saved: Sequence[BlockName]) -> None:
+        """Counts the sequences that saved blocks belong to as used, so that a full disk loses their ends first."""
+        parents = {name.parent for name in saved}
+        for name in saved:
+            if name.key not in parents:
+                self.tiers.touch(self.manager.path(name.key))
 
     def flush(self, timeout_s: float) -> bool:
         """Writes everything that is retained to disk; False when the time ran out."""

@@ -118,6 +118,10 @@ class CacheManager:
         cached = bisect_left(chain, True, key=lambda digest: self._tree.page_of(digest) is None)
         return cached, bisect_left(chain, True, hi=cached, key=lambda digest: not self._in_use(digest))
 
+    def path(self, digest: bytes) -> list[bytes]:
+        """Returns the digests of a retained page and of all before it, the first page first."""
+        return [node.digest for node in self._tree.path(digest)]
+
     def missing(self, tenant: str, ids: Sequence[int]) -> Iterator[BlockName]:
         """Yields the names of the full pages of `ids` that are not retained; the last token is never among them."""
         usable = len(ids) - 1

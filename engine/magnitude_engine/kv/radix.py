@@ -129,6 +129,15 @@ class RadixTree:
         node = self._digests.get(digest)
         return None if node is None else node.page
 
+    def path(self, digest: bytes) -> list[Node]:
+        """Returns the full page with this digest and all before it, the first page first; none where it is not."""
+        path: list[Node] = []
+        node = self._digests.get(digest)
+        while node is not None and node.page != NO_PAGE:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
     def root(self, tenant: str) -> bytes:
         """Returns the digest before a tenant's first page."""
         return root_digest(self._identity, tenant)

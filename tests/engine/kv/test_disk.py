@@ -502,3 +502,23 @@ def test_figures_are_values(tier: DiskTier) -> None:
     assert before.written == 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.written = 1  # type: ignore[misc]
+
+
+def test_what_is_discarded_is_gone_also_while_it_is_written(tmp_path: Path) -> None:
+    files = GatedFiles()
+    files.writes.set()
+    tier = opened(tmp_path, options=DiskOptions(files=files))
+    chain = chain_of(5, 3)
+    stored(tier, chain[:1])
+    files.writes.clear()
+    files.reached.clear()
+    for name in chain[1:]:
+        assert tier.write(name, payload_of(name))
+    assert files.reached.wait(PATIENCE_S)
+    tier.discard([name.key for name in chain])
+    assert held(tier, chain) == [False, False, False]
+    files.writes.set()
+    assert tier.flush(PATIENCE_S)
+    tier.close()
+    assert files_in(tmp_path) == []
+    assert tier.stats.bytes == 0

@@ -55,7 +55,7 @@ class DiskStats:
 
 
 class DiskTier:
-    """Blocks of one model on disk; any thread may call every method, and none but `flush` and `close` waits."""
+    """Blocks of one model on disk; any thread may call every method; only `flush`, `discard` and `close` wait."""
 
     def __init__(self, folder: BlockFolder, block_bytes: int, limit_bytes: int, options: DiskOptions) -> None:
         """Takes over an open folder; use `open`."""
@@ -117,6 +117,10 @@ class DiskTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Counts a chain, given from its first page on, as used now: its deepest pages are evicted first."""
         self._writer.touch(keys)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Deletes blocks whose numbers nobody may read again; this waits for the disk."""
+        self._writer.discard(keys)
 
     @property
     def read_rate(self) -> float | None:

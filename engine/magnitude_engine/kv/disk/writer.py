@@ -133,8 +133,33 @@ class BlockWriter:
         with self._shelf.lock:
             self._failures_in_a_row = 0
             self.written += 1
-            if self._shelf.index.waits(block):
+            wanted = self._shelf.index.waits(block)
+            if wanted:
                 self._shelf.index.settle(block)
+        if not wanted:
+            self.remove(block.key)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Deletes blocks (see `DiskTier.discard`)."""
+        for key in keys:
+            with self._shelf.lock:
+                block = self._shelf.index.get(key)
+                if block is not None and block.payload is not None:
+                    # Where it is being written just now, the writer sees that nobody waits for it any longer.
+                    self._shelf.index.drop(block)
+                    block = None
+            if block is not None and self.remove(key):
+                with self._shelf.lock:
+                    self._shelf.index.forget(block)
+
+    def remove(self, key: bytes) -> bool:
+        """Deletes a block's file; False where that is not possible."""
+        try:
+            self._shelf.folder.remove(self._shelf.folder.path(key))
+        except OSError as problem:
+            self._shelf.say("delete", "a block cannot be deleted: %s", problem)
+            return False
+        return True
 
     def _make_room(self, block: Block | None) -> bool:
         """Evicts until `block` fits; False where it is itself what goes first."""
