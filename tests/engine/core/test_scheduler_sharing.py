@@ -99,6 +99,8 @@ def test_those_that_share_with_what_runs_come_first_then_group_by_group() -> Non
 def test_groups_do_not_reach_over_priorities_nor_past_the_overdue() -> None:
     candidates = [waiting(1, group=b"p"), waiting(2, priority=-1), waiting(3, waited_s=PATIENCE_S), waiting(4)]
     assert admitted([decoding(9, group=b"p")], [waiting(0), *candidates]) == [2, 3, 1, 0, 4]
+    overdue = [waiting(1, waited_s=PATIENCE_S), waiting(2, waited_s=PATIENCE_S, group=b"p")]
+    assert admitted([decoding(9, group=b"p")], overdue) == [1, 2]
 
 
 def test_the_least_served_run_goes_first_and_within_a_quantum_arrival_decides() -> None:
