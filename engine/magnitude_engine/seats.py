@@ -40,15 +40,14 @@ class Place:
     """What is known of a sequence in the engine.
 
     Attributes:
-        chain: digests of the full pages of its tokens, as far as they were known when it came last.
-        since: when it had rows computed last, or came.
+        chain: digests of the full pages of its tokens that may be found in the cache, as they were when it came last;
+            the last token is always computed. Nothing where nothing is retained.
         fetch: blocks that are read for it, since `asked`.
         tried: whether the disk was asked.
     """
 
     run: RunKey
     chain: list[bytes]
-    since: float
     fetch: Fetch | None = None
     asked: float = 0.0
     tried: bool = False
@@ -146,17 +145,8 @@ class Seats:
 
     def computed(self, sequence: Sequence, rows: int, prompt: bool) -> None:
         """Notes that rows of a sequence were computed."""
-        place = self._places.get(sequence.order)
-        if place is None:
-            return
-        place.since = self._clock()
-        self.service.charge(place.run, *((rows, 0) if prompt else (0, rows)))
-
-    def chain(self, sequence: Sequence) -> list[bytes]:
-        """Returns the digests of the full pages of what the sequence has computed."""
-        tenant = sequence.prepared.generate.tenant
-        length = sequence.lease.length if sequence.lease is not None else len(sequence.tokens)
-        return self._cache.manager.chain(tenant, sequence.tokens[:length])
+        place = self._places[sequence.order]
+        self.service.charge(place.run, self._clock(), rows if prompt else 0, 0 if prompt else rows)
 
     def views(self) -> list[Running]:
         """Returns what the scheduler sees of the running sequences."""
@@ -178,7 +168,7 @@ class Seats:
             batch_limit=sequence.prepared.generate.preferences.max_batch_size,
             run=place.run,
             service=self.service.of(place.run),
-            waited_s=now - place.since,
+            waited_s=self.service.waited(place.run, now),
             group=self._prefixes.group(place.chain),
             computing=frozenset(place.chain[done:]),
         )
@@ -198,9 +188,8 @@ class Seats:
     def _waiting_view(self, sequence: Sequence, now: float) -> Waiting:
         place = self._places[sequence.order]
         generate = sequence.prepared.generate
-        # The last token is always computed, so a page that ends with it is not taken from the cache.
-        usable = place.chain[: (len(sequence.tokens) - 1) // PAGE_TOKENS]
-        cached, shared = self._cache.manager.cached_pages(usable)
+        chain = place.chain
+        cached, shared = self._cache.manager.cached_pages(chain)
         return Waiting(
             order=sequence.order,
             tokens=len(sequence.tokens),
@@ -208,28 +197,32 @@ class Seats:
             batch_limit=generate.preferences.max_batch_size,
             run=place.run,
             service=self.service.of(place.run),
-            waited_s=now - place.since,
-            group=self._prefixes.group(place.chain),
+            waited_s=self.service.waited(place.run, now),
+            group=self._prefixes.group(chain),
             cached=cached * PAGE_TOKENS,
             shared=shared,
-            next_page=usable[cached] if cached < len(usable) else None,
+            next_page=chain[cached] if cached < len(chain) else None,
         )
 
     def _place(self, sequence: Sequence) -> None:
         generate = sequence.prepared.generate
         run = RunKey(generate.tenant, generate.run or generate.session)
-        chain = self._cache.manager.chain(generate.tenant, sequence.tokens)
-        self._places[sequence.order] = Place(run, chain, self._clock())
+        chain = self._findable(sequence)
+        self._places[sequence.order] = Place(run, chain)
         self._prefixes.enter(chain)
         self.service.enter(run, self._clock())
+
+    def _findable(self, sequence: Sequence) -> list[bytes]:
+        manager = self._cache.manager
+        return manager.chain(sequence.owner.tenant, sequence.tokens[:-1]) if manager.reuse else []
 
     def _come_back(self, sequence: Sequence) -> None:
         """Lets a sequence that lost its seat wait, with all the tokens that it has now."""
         place = self._places[sequence.order]
         self._prefixes.leave(place.chain)
-        place.chain = self._cache.manager.chain(place.run.tenant, sequence.tokens)
+        place.chain = self._findable(sequence)
         self._prefixes.enter(place.chain)
-        place.since, place.tried = self._clock(), False
+        place.tried = False
         self.waiting.append(sequence)
 
     def _seat(self, sequence: Sequence) -> None:

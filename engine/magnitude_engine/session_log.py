@@ -32,19 +32,21 @@ class SessionLog:
         self._clock = clock
         self._ends: OrderedDict[SessionKey, _End] = OrderedDict()
 
-    def resumed(self, owner: SessionKey, chain: Sequence[bytes], prompt: int) -> None:
-        """A step of the session begins, with a prompt of this many tokens and these full pages."""
+    def resumed(self, owner: SessionKey, prompt: Sequence[int]) -> None:
+        """A step of the session begins."""
+        chain = self._cache.manager.chain(owner.tenant, prompt)
         self._cache.tiers.touch(chain)
         end = self._ends.pop(owner, None)
         # What several tools printed cannot be told apart by its length.
-        if end is not None and len(end.tools) == 1 and prompt > end.tokens:
-            self._retention.observe_output(owner.tenant, end.tools[0], prompt - end.tokens)
+        if end is not None and len(end.tools) == 1 and len(prompt) > end.tokens:
+            self._retention.observe_output(owner.tenant, end.tools[0], len(prompt) - end.tokens)
         self._retention.resumed(owner, chain, self._clock())
 
-    def paused(self, owner: SessionKey, chain: Sequence[bytes], tokens: int, tools: tuple[str, ...]) -> None:
-        """Its step ended, having called `tools`."""
+    def paused(self, owner: SessionKey, computed: Sequence[int], tools: tuple[str, ...]) -> None:
+        """Its step ended with these tokens, having called `tools`."""
+        chain = self._cache.manager.chain(owner.tenant, computed)
         self._ends.pop(owner, None)
-        self._ends[owner] = _End(tokens, tools)
+        self._ends[owner] = _End(len(computed), tools)
         if len(self._ends) > MAX_SESSIONS:
             self._ends.popitem(last=False)
         self._retention.paused(owner, chain, tools, self._clock())

@@ -198,7 +198,7 @@ class Stepper:
             job = self._job(sequence)
             if not job.started:
                 prompt = job.prepared.prompt
-                self._sessions.resumed(sequence.owner, self._seats.chain(sequence), len(prompt))
+                self._sessions.resumed(sequence.owner, prompt)
                 self._begin(job, sequence.lease)
 
     def _plan(self) -> list[Work]:
@@ -350,9 +350,8 @@ class Stepper:
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; what it computed is retained."""
         if sequence.lease is not None and sequence.choice == 0:
-            chain = self.manager.chain(sequence.owner.tenant, sequence.tokens[: sequence.lease.length])
             tools = tuple(call.name for call in sequence.answer.tool_calls)
-            self._sessions.paused(sequence.owner, chain, len(sequence.tokens), tools)
+            self._sessions.paused(sequence.owner, sequence.tokens[: sequence.lease.length], tools)
         self._seats.leave(sequence)
 
     def _fetch(self, tenant: str, ids: Sequences[int]) -> Fetch | None:

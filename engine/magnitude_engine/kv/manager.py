@@ -50,7 +50,7 @@ class CacheManager:
 
     Args:
         pages: how many there are.
-        reuse: with it off nothing is retained.
+        reuse: whether anything is retained.
         tiers: where evicted pages go and come back from; default: nowhere.
         clock: seconds, monotonic.
 
@@ -67,7 +67,7 @@ class CacheManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = PagePool(pages)
-        self._reuse = reuse
+        self.reuse = reuse
         self._tiers = tiers or Tiers()
         self._clock = clock
         self._tree = RadixTree(self._tiers.identity, clock)
@@ -291,7 +291,7 @@ class CacheManager:
         """Puts the first `tokens` tokens into the tree; full pages that are there already replace the lease's."""
         sound = next((i for i, page in enumerate(lease.pages) if self._pool.spoiled(page)), len(lease.pages))
         tokens = min(tokens, sound * PAGE_TOKENS)
-        if not self._reuse or not tokens:
+        if not self.reuse or not tokens:
             return
         node = self._tree.begin(lease.key.tenant)
         for index, start in enumerate(range(0, tokens, PAGE_TOKENS)):
