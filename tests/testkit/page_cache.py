@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from magnitude_engine.kv.retention import Candidate
 from magnitude_engine.kv.sessions import SessionKey
-from magnitude_engine.kv.shadow import CANDIDATES
+from magnitude_engine.kv.shadow import CANDIDATES, Shadow
 
 Choose = Callable[[Sequence[Candidate], float], int]
 
@@ -21,6 +21,18 @@ def chain(pages: Iterable[object]) -> list[bytes]:
         before = hashlib.blake2b(before + repr(page).encode(), digest_size=16).digest()
         digests.append(before)
     return digests
+
+
+def found(shadow: Shadow, digests: Sequence[bytes]) -> int:
+    """Returns how many leading pages of a chain a simulated cache holds."""
+    node, at = shadow._root, 0
+    while at < len(digests) and (child := node.children.get(digests[at])) is not None:
+        for digest in child.digests:
+            if at == len(digests) or digests[at] != digest:
+                return at
+            at += 1
+        node = child
+    return at
 
 
 @dataclass(slots=True)

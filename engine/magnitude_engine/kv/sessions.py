@@ -64,7 +64,7 @@ class Session:
     Attributes:
         since: when it came into its state.
         pages: full pages of its last sequence.
-        tools: what it waits for; empty when it waits for its user.
+        tools: what it waits for; empty when it waits for its user, or does not wait.
         due: when it is expected back, None where that is not known.
         ends: digest of the last page → end, the newest last.
     """
@@ -105,7 +105,7 @@ class SessionTable:
     def resume(self, key: SessionKey, chain: Sequence[bytes], now: float) -> Resumption:
         """A step begins with a prompt of these full pages."""
         before = self._sessions.get(key)
-        waited = before.tools if before is not None and before.state == "waiting" else ()
+        waited = () if before is None else before.tools
         waited_s = 0.0 if before is None else max(now - before.since, 0.0)
         session = self._enter(key, "thinking", now)
         origins = {end.step for end in _take_reached(session, chain)} or {session.step}

@@ -78,7 +78,7 @@ class Shadow:
     def access(self, key: SessionKey, chain: Sequence[bytes], now: float) -> int:
         """Uses and holds all pages of `chain`, as many as there is room for; returns how many were held before."""
         self._access += 1
-        pages = list(chain[: self._pages])
+        pages = list(chain)
         if not pages:
             return 0
         path, hits = self._descend(pages)
@@ -136,7 +136,7 @@ class Shadow:
 
     def _split(self, run: Run, at: int) -> Run:
         """Splits a run before page `at`; returns the new run of the pages before it, which is to be used now."""
-        head = Run(run.digests[:at], run.parent, run.owner, run.end, run.access, run.used, run.doomed)
+        head = Run(run.digests[:at], run.parent, run.owner)
         _parent(run).children[run.digests[0]] = head
         del run.digests[:at]
         run.parent = head
@@ -176,7 +176,7 @@ class Shadow:
         return joined
 
     def _evict(self, now: float) -> None:
-        """Removes pages until no more are held than there is room for, none of those just used."""
+        """Removes pages until no more are held than there is room for, those just used only after all others."""
         scores: dict[Run, float] = {}
         while self._held > self._pages:
             run = self._victim(now, scores)

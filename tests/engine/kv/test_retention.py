@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from magnitude_engine.api import SessionUse
 from magnitude_engine.kv.retention import Candidate, Retention, SessionKey
 from magnitude_engine.kv.sessions import MAX_ENDS, MAX_SESSIONS
-from magnitude_engine.kv.shadow import FEWEST_ACCESSES
-from testkit.page_cache import chain
+from magnitude_engine.kv.shadow import CANDIDATES, FEWEST_ACCESSES
+from testkit.page_cache import chain, found
 
 S, T, U = (SessionKey("t", name, "main") for name in "stu")
 
@@ -99,6 +99,37 @@ def test_a_step_that_outlives_its_session_does_not_revive_it() -> None:
     retention.paused(S, chain("abc"), ["search"], 2.0)
     assert retention.expected_use_s(S, 2.0, 3.0) == math.inf
     assert retention.due(2.0, 1e9) == []
+
+
+def test_dead_pages_go_first_from_the_simulated_cache() -> None:
+    retention = Retention(9)
+    retention.resumed(T, chain("efg"), 0.0)
+    retention.resumed(S, chain("abcd"), 1.0)
+    retention.resumed(S, chain("aBC"), 2.0)
+    retention.resumed(U, chain("xyz"), 3.0)
+    assert [found(retention._learned, chain(text)) for text in ("efg", "abcd", "aBC", "xyz")] == [3, 1, 3, 3]
+    assert [found(retention._lru, chain(text)) for text in ("efg", "abcd", "aBC", "xyz")] == [0, 4, 3, 3]
+    retention.ended(S, 4.0)
+    retention.resumed(U, chain("xyz12"), 5.0)
+    assert [found(retention._learned, chain(text)) for text in ("efg", "aBC", "xyz12")] == [3, 1, 5]
+    retention.paused(S, chain("aBC"), ["x"], 6.0)
+    assert [found(retention._learned, chain(text)) for text in ("efg", "aBC", "xyz12")] == [1, 3, 5]
+    retention.resumed(U, chain("xyz1234"), 7.0)
+    assert [found(retention._learned, chain(text)) for text in ("efg", "aBC", "xyz1234")] == [1, 1, 7]
+
+
+def test_who_ended_last_goes_first_among_many() -> None:
+    retention, others = Retention(2 * CANDIDATES), [chain([number]) for number in range(2 * CANDIDATES - 2)]
+    for number, pages in enumerate(others):
+        retention.resumed(SessionKey("t", str(number), "main"), pages, 0.0)
+    retention.resumed(S, chain("a"), 1.0)
+    retention.ended(S, 2.0)
+    retention.resumed(T, chain("xy"), 3.0)
+    assert (found(retention._learned, others[0]), found(retention._learned, chain("a"))) == (1, 0)
+    retention.paused(S, chain("a"), ["x"], 4.0)
+    retention.resumed(T, chain("xyz"), 5.0)
+    assert [found(retention._learned, pages) for pages in others[:3]] == [0, 1, 1]
+    assert [found(retention._learned, chain(text)) for text in ("a", "xyz")] == [0, 3]
 
 
 def test_the_dead_go_first_then_who_comes_back_last_then_the_least_recently_used() -> None:
@@ -200,7 +231,7 @@ KEYS = st.sampled_from([S, T, U])
 CHAINS = st.lists(st.sampled_from("xy"), max_size=7).map(chain)
 TOOLS = st.lists(st.sampled_from(["fast", "slow", "new"]), max_size=2)
 TIMES = st.floats(0.0, 1000.0)
-CANDIDATES = st.lists(st.builds(Candidate, st.none() | KEYS, TIMES, st.booleans()), min_size=1, max_size=6)
+OFFERED = st.lists(st.builds(Candidate, st.none() | KEYS, TIMES, st.booleans()), min_size=1, max_size=6)
 CALLS = st.lists(
     st.one_of(
         st.tuples(st.just("resumed"), KEYS, CHAINS),
@@ -211,8 +242,8 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=50)
-@given(CALLS, st.integers(0, 12), CANDIDATES)
+@settings(deadline=None, max_examples=50)
+@given(CALLS, st.integers(0, 12), OFFERED)
 def test_any_order_of_calls_leaves_a_valid_choice(
     calls: list[tuple[object, ...]], pages: int, candidates: list[Candidate]
 ) -> None:
@@ -231,8 +262,8 @@ def test_any_order_of_calls_leaves_a_valid_choice(
     assert index == scores.index(max(scores))
 
 
-@settings(max_examples=50)
-@given(candidates=CANDIDATES, now=TIMES)
+@settings(deadline=None, max_examples=50)
+@given(candidates=OFFERED, now=TIMES)
 def test_the_least_recently_used_policy_picks_the_first(
     deceived: Retention, candidates: list[Candidate], now: float
 ) -> None:
