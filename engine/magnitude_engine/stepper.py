@@ -349,7 +349,7 @@ class Stepper:
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; what it computed is retained."""
-        if sequence.lease is not None and sequence.choice == 0:
+        if sequence.lease is not None:
             tools = tuple(call.name for call in sequence.answer.tool_calls)
             self._sessions.paused(sequence.owner, sequence.tokens[: sequence.lease.length], tools)
         self._seats.leave(sequence)
