@@ -123,7 +123,9 @@ class Stepper:
 
     def tidy(self) -> bool:
         """To be called when idle: writes pages back to disk; False when that is done."""
-        return self.cache.save(SAVES_IDLE)
+        more = self.cache.save(SAVES_IDLE)
+        record(self.telemetry, self.cache, self.warm)
+        return more
 
     def enter(self, job: Job) -> None:
         """Takes a job in; its choices wait for a seat."""
@@ -291,6 +293,7 @@ class Stepper:
         share = Rows(task.ask.ids, lease, rows)
         self._runner.forward(build_batch([share], self._runner.device), self._tensors)
         self.warm.advanced(task, lease, rows)
+        record(self.telemetry, self.cache, self.warm)
         return True
 
     def _begin(self, job: Job, lease: Lease | None) -> None:
