@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.request import Sequence
 from magnitude_engine.warm import ENOUGH_TOKENS, TRIAL, Usefulness, WarmAsk
+from testkit.clock import ManualClock
 from testkit.engine import Recorder, alone, drain, engine_config, generate, run, submit
 
 TOOL = api.Tool(name="list_files", description="Lists files.", parameters={"type": "object", "properties": {}})
@@ -216,3 +218,34 @@ def test_an_ask_that_does_not_go_on_replaces_the_one_before(model: LoadedModel) 
     assert task.lease is not None
     assert task.lease.length == 50
     assert counter(engine, names.WARM_ROWS) == 64 + 50
+
+
+def test_what_a_session_needs_from_disk_is_read_before_its_tool_ends(model: LoadedModel, tmp_path: Path) -> None:
+    clock = ManualClock()
+    settings = engine_config(kv_disk_mb=8, kv_dir=str(tmp_path))
+    engine = Engine(model, settings, clock=clock, pages=64)
+    for _ in range(3):
+        first_step(engine, model)
+        clock.advance(20.0)
+    answer = first_step(engine, model)
+    settle(engine)
+    while engine.tidy():
+        pass
+    stepper = engine._stepper
+    assert stepper.cache.tiers.flush(10.0)
+    stepper.warm.yield_pages()
+    stepper.manager.evict(64)
+    stranger = generate("Somebody else writes a long answer meanwhile.", max_tokens=200)
+    (recorder,) = submit(engine, stranger)
+    engine.step()
+    assert not stepper.warm.reading
+    clock.advance(19.0)
+    engine.step()
+    (task,) = stepper.warm._tasks.values()
+    assert task.fetch is not None
+    request = next_step(answer)
+    (step,) = run(engine, request)
+    assert recorder.done
+    assert step.usage.cached_disk_tokens >= 512
+    assert step.ids() == alone(model, request).ids()
+    engine.close()
