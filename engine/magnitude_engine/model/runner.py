@@ -38,7 +38,9 @@ from magnitude_engine.model.lanes import (
     tiled_linears,
 )
 from magnitude_engine.model.linear import Dense, Tiled, quantise_rows
+from magnitude_engine.model.paged import PagedAttention
 from magnitude_engine.model.weights import Checkpoint, LayerWeights, dense
+from magnitude_kernels import dispatch
 
 CPU = torch.device("cpu")
 
@@ -74,6 +76,10 @@ class Runner:
         with torch.inference_mode():
             return self._decoder.forward(batch, cache)
 
+    def recapture(self) -> bool:
+        """To be called between steps while nothing waits, until it returns False: prepares for steps like the last."""
+        return False
+
 
 def build_decoder(
     checkpoint: Checkpoint,
@@ -93,6 +99,8 @@ def build_decoder(
     attention: Attention = (
         SplitAttention.build(c.heads, c.kv_heads) if exact else GroupedAttention(c.heads // c.kv_heads)
     )
+    if profile == "native" and device.type == "cuda" and dispatch.HAS_TRITON:
+        attention = PagedAttention()
     norms: list[LayerNorms] = []
 
     def layer(index: int) -> LayerWeights:
