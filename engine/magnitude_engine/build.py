@@ -8,7 +8,7 @@ from pathlib import Path
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig, default_data_dir
 from magnitude_engine.kv.blocks import CacheIdentity
 from magnitude_engine.kv.cache import PagedCache
-from magnitude_engine.kv.disk import DiskTier
+from magnitude_engine.kv.disk import DiskOptions, DiskTier
 from magnitude_engine.kv.manager import CacheManager
 from magnitude_engine.kv.tiers import Tiers
 from magnitude_engine.model.batch import KeyValueCache
@@ -17,6 +17,8 @@ from magnitude_engine.model.loader import LoadedModel
 MIB = 1024 * 1024
 # A million tokens; more would only slow the page accounts down.
 MAX_PAGES = 1 << 16
+# A worker that was killed or told to stop holds the folder for a moment; its successor must not fail for that.
+LOCK_WAIT_S = 3.0
 
 
 def open_cache(
@@ -25,7 +27,7 @@ def open_cache(
     """Returns tensors for `pages` pages (default: what `config.kv_memory_mb` holds), and the cache over them.
 
     Raises:
-        ConfigError: another process uses the folder of the disk tier, or it cannot be used.
+        ConfigError: another process goes on using the folder of the disk tier, or it cannot be used.
     """
     block = page_bytes(model)
     pages = pages or min(MAX_PAGES, max(1, config.kv_memory_mb * MIB // block))
@@ -55,5 +57,6 @@ def _open_tiers(model: LoadedModel, config: EngineConfig, block: int) -> Tiers:
     disk = None
     if config.kv_disk_mb:
         folder = Path(config.kv_dir) if config.kv_dir else default_data_dir() / "kv" / "default"
-        disk = DiskTier.open(folder, identity, block, config.kv_disk_mb * MIB)
+        options = DiskOptions(lock_wait_s=LOCK_WAIT_S)
+        disk = DiskTier.open(folder, identity, block, config.kv_disk_mb * MIB, options)
     return Tiers(identity, config.kv_host_mb * MIB, disk, block)

@@ -27,6 +27,8 @@ from magnitude_engine.stepper import Hooks, Stepper
 MAX_STEP_FAILURES = 3
 IDLE_CHECK_S = 1.0
 READING_CHECK_S = 0.1
+# A disk that takes no more is asked again.
+SAVING_CHECK_S = 0.25
 
 
 class Engine:
@@ -205,7 +207,11 @@ class Engine:
                     self._failures = 0
                 elif self.reading:
                     self._inbox.wait(READING_CHECK_S)
-                elif not self.tidy() and not self._inbox.wait(IDLE_CHECK_S):
+                elif self.tidy():
+                    continue
+                elif self._stepper.cache.unsaved:
+                    self._inbox.wait(SAVING_CHECK_S)
+                elif not self._inbox.wait(IDLE_CHECK_S):
                     self._stepper.check_integrity()
                     self._inbox.wait(None)
             except Exception:  # noqa: BLE001 - an edge: a step that fails ends its requests, not the process

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from magnitude_engine import api
 from magnitude_engine.answer import Answer
 from magnitude_engine.errors import RequestError, WorkerLost
+from magnitude_engine.kv.lease import Lease
 from magnitude_engine.predict import Settled
 from magnitude_engine.request import PreparedRequest, Sequence
 
@@ -31,6 +32,18 @@ class Cached(NamedTuple):
 
 
 NOT_CACHED = Cached()
+
+
+def cached_prompt(lease: Lease, prompt: int) -> Cached:
+    """Returns what of a prompt's `prompt` tokens a new lease found.
+
+    Of a resumed answer, generated tokens may be cached too; they come behind the prompt and are not counted.
+    """
+    tokens = min(lease.reused, prompt)
+    # What came from below is always behind what was on the device.
+    below = max(0, tokens - (lease.reused - lease.from_host - lease.from_disk))
+    disk = min(lease.from_disk, below)
+    return Cached(tokens, min(lease.from_host, below - disk), disk)
 
 
 @dataclass(slots=True, eq=False)

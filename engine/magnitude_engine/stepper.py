@@ -29,7 +29,7 @@ from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
-from magnitude_engine.inbox import Ahead, Cached, Job, JobKey
+from magnitude_engine.inbox import Ahead, Job, JobKey, cached_prompt
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
@@ -314,8 +314,7 @@ class Stepper:
         prompt = len(job.prepared.prompt)
         job.started = True
         if lease is not None:
-            # Of a resumed answer's tokens, some that were generated may be cached too; they are not the prompt's.
-            job.cached = Cached(min(lease.reused, prompt), lease.from_host, lease.from_disk)
+            job.cached = cached_prompt(lease, prompt)
         self.telemetry.count(names.PROMPT_TOKENS, prompt)
         self.telemetry.count(names.CACHED_TOKENS, job.cached.tokens)
         self.telemetry.count(names.CACHED_HOST_TOKENS, job.cached.host)

@@ -13,7 +13,7 @@ from testkit.engine import engine_config
 PATIENCE_S = 20.0
 
 
-def tiered(model: LoadedModel, folder: Path | None = None, pages: int = 256, **settings: object) -> Engine:
+def tiered(model: LoadedModel, folder: Path | None = None, pages: int = 128, **settings: object) -> Engine:
     """Returns an engine that keeps blocks in `folder`, where there is one, in up to 8 MiB unless told otherwise."""
     if folder is not None:
         settings = {"kv_disk_mb": 8, "kv_dir": str(folder), **settings}

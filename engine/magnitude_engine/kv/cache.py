@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,8 @@ class PagedCache:
 
     def acquire(self, key: CacheKey, ids: Sequence[int], fetch: Fetch | None = None) -> Lease:
         """Returns a lease on what is cached of `ids`, wherever it lies."""
+        # What was evicted just now is found in the lower tiers only when it was handed to them.
+        self.apply()
         lease = self.manager.acquire(key, ids, fetch.payloads() if fetch is not None else NOTHING)
         self.tiers.served_tokens(lease.from_host, lease.from_disk)
         return lease
@@ -63,11 +66,21 @@ class PagedCache:
             if name.key not in parents:
                 self.tiers.touch(self.manager.path(name.key))
 
-    def flush(self, timeout_s: float) -> bool:
-        """Writes everything that is retained to disk; False when the time ran out."""
-        while self.save(64):
-            self.tiers.flush(timeout_s)
-        return self.tiers.flush(timeout_s)
+    @property
+    def unsaved(self) -> bool:
+        """Whether retained pages wait to be written to disk; `save` may have to be tried again later."""
+        return self.manager.unsaved > 0
+
+    def flush(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> bool:
+        """Writes everything that is retained to disk; False when the time ran out, or the disk refuses."""
+        until = clock() + timeout_s
+        left = self.manager.unsaved
+        while left:
+            self.save(64)
+            if not self.tiers.flush(max(until - clock(), 0.0)) or self.manager.unsaved == left:
+                return False
+            left = self.manager.unsaved
+        return self.tiers.flush(max(until - clock(), 0.0))
 
     def report(self, served: int, now: float) -> api.CacheReport:
         """Returns what is where; `served` is how many prompt tokens the device's pages have served."""
@@ -79,7 +92,7 @@ class PagedCache:
             bytes=(total - manager.free) * page_bytes,
             limit_bytes=total * page_bytes,
             tokens_served=served,
-            evicted=manager.evicted.pressure + manager.evicted.dead,
+            evicted=manager.evicted.pages,
         )
         return api.CacheReport(
             page_tokens=PAGE_TOKENS,

@@ -55,3 +55,8 @@ class Evicted(NamedTuple):
     pressure: int = 0
     dead: int = 0
     spilled: int = 0
+
+    @property
+    def pages(self) -> int:
+        """All that were evicted."""
+        return self.pressure + self.dead

@@ -98,9 +98,9 @@ class CacheManager:
         return self._pool.idle
 
     @property
-    def evicted_pages(self) -> int:
-        """Pages evicted since the start."""
-        return self.evicted.pressure + self.evicted.dead
+    def unsaved(self) -> int:
+        """Retained pages that may have to be written to a lower tier yet."""
+        return len(self._unsaved)
 
     def recoverable(self, lease: Lease) -> int:
         """Returns how many pages become available when `lease` ends."""

@@ -1,7 +1,7 @@
 """The tiers below the device's pages: blocks in host memory, then blocks on disk.
 
-    device page ──evicted──► host memory ──dropped──► disk ──over its limit──► gone
-                └──session pauses: written back in the background──────► disk
+    device page ──evicted──► host memory ──dropped──► gone, but for what is on disk
+                └──evicted, or its session pauses: written in the background──► disk ──over its limit──► gone
 
 A block is one full page under the digest of all tokens up to its end (`blocks.py`). Blocks in host memory carry a
 checksum that is compared before they are used; those on disk are verified by `disk.py`. What cannot be verified is
@@ -130,11 +130,11 @@ class Tiers:
         return self._disk is not None and not self._disk.holds(key)
 
     def keep(self, name: BlockName, payload: Payload) -> None:
-        """Takes an evicted page."""
-        if self._host is None:
+        """Takes an evicted page: into host memory, and to disk too unless it is there, as a restart finds it there."""
+        dropped = self._host.put(name, payload) if self._host is not None else []
+        if self.lacks(name.key):
             self.save(name, payload)
-            return
-        for block in self._host.put(name, payload):
+        for block in dropped:
             if self.lacks(block.name.key):
                 self.save(block.name, block.payload)
 

@@ -149,7 +149,7 @@ def equal(model: LoadedModel, requests: list[api.Generate], answers: list[Record
 
 
 def test_alone(model: LoadedModel, tmp_path: Path, history: History, origin: str) -> None:
-    engine = ORIGINS[origin](model, tmp_path / "kv", history, 256)
+    engine = ORIGINS[origin](model, tmp_path / "kv", history, 128)
     request = history.second(3)
     answers = run(engine, request)
     engine.close()
@@ -159,7 +159,7 @@ def test_alone(model: LoadedModel, tmp_path: Path, history: History, origin: str
 
 def test_branched(model: LoadedModel, tmp_path: Path, history: History, origin: str) -> None:
     """Several choices, another branch that leaves the history in its middle, and a stranger with the same beginning."""
-    engine = ORIGINS[origin](model, tmp_path / "kv", history, 256)
+    engine = ORIGINS[origin](model, tmp_path / "kv", history, 128)
     middle = history.pages(2) - PAGE_TOKENS - 5
     turn = (*history.ids[2][:middle], *model.tokenizer.encode("no, something else"))
     requests = [
@@ -183,7 +183,7 @@ def test_branched(model: LoadedModel, tmp_path: Path, history: History, origin: 
 
 
 def test_batched(model: LoadedModel, tmp_path: Path, history: History, origin: str) -> None:
-    engine = ORIGINS[origin](model, tmp_path / "kv", history, 256)
+    engine = ORIGINS[origin](model, tmp_path / "kv", history, 128)
     requests = [history.second(i, max_tokens=10 + i) for i in range(SESSIONS)]
     together: list[int] = []
     answers = run(engine, *requests, between=lambda: together.append(engine.status().running))
@@ -257,7 +257,7 @@ def test_a_preempted_sequence_comes_back_from_host_memory(model: LoadedModel, hi
 
 
 def test_cancelled_while_its_blocks_are_read(model: LoadedModel, tmp_path: Path, history: History) -> None:
-    engine = from_disk(model, tmp_path / "kv", history, 256)
+    engine = from_disk(model, tmp_path / "kv", history, 128)
     doomed, other = history.second(1), history.second(2)
     recorders = submit(engine, doomed, other)
     engine.step()

@@ -166,7 +166,7 @@ def test_the_least_recently_used_leaf_loses_its_last_pages_first() -> None:
     manager.commit(computed(manager, MAIN, new), new)
     lease = manager.acquire(MAIN._replace(tenant="another"), IDS[:33])
     assert manager.extend(lease, 33)
-    assert manager.evicted_pages == 3
+    assert manager.evicted.pages == 3
     manager.release(lease)
     assert manager.acquire(MAIN, old).reused == 16
     assert manager.acquire(MAIN, new).reused == 63

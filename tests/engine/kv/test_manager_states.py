@@ -109,7 +109,7 @@ class Machine(RuleBasedStateMachine):
     def _follow_evictions(self, before: int, in_use: set[int]) -> None:
         """What was evicted is any entry that nobody used and nothing depended on; retention chooses which."""
         gone = [key for key, (page, _) in self.model.entries.items() if self._spelled(page) != key]
-        assert len(gone) == self.manager.evicted_pages - before
+        assert len(gone) == self.manager.evicted.pages - before
         for key in sorted(gone, key=lambda key: -len(key[1])):
             assert self.model.entries[key][0] not in in_use
             assert self.model.below(key) == [key]
@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
     def acquire(self, key: CacheKey, ids: list[int]) -> Lease:
         wanted = tuple(ids[: len(ids) - 1])
         expected, entry = self.model.longest(key.tenant, wanted)
-        before, in_use = self.manager.evicted_pages, self._in_use()
+        before, in_use = self.manager.evicted.pages, self._in_use()
         lease = self.manager.acquire(key, ids)
         if entry is not None:
             self.model.use(entry, expected)
@@ -155,7 +155,7 @@ class Machine(RuleBasedStateMachine):
         if ids is None:
             return
         stop = min(lease.length + count, len(ids))
-        before, in_use = self.manager.evicted_pages, self._in_use()
+        before, in_use = self.manager.evicted.pages, self._in_use()
         if not self.manager.extend(lease, stop):
             assert self.manager.available < pages_for(stop) - len(lease.pages)
             return
@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
         ids = self.ids.get(lease)
         if ids is None:
             return lease
-        before, in_use = self.manager.evicted_pages, self._in_use()
+        before, in_use = self.manager.evicted.pages, self._in_use()
         child = self.manager.fork(lease, choice)
         self._follow_evictions(before, in_use)
         if child is None:
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, PAGES))
     def evict(self, pages: int) -> None:
         expected = min(pages, self.manager.retained)
-        before = self.manager.evicted_pages
+        before = self.manager.evicted.pages
         assert self.manager.evict(pages) == expected
         self._follow_evictions(before, self._in_use())
 
@@ -316,7 +316,7 @@ def walk(seed: int, steps: int) -> Machine:
 def test_random_walks() -> None:
     machines = [walk(seed, 100) for seed in range(25)]
     assert sum(m.found for m in machines) > 25
-    assert sum(m.manager.evicted_pages for m in machines) > 25
+    assert sum(m.manager.evicted.pages for m in machines) > 25
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -30,6 +31,7 @@ from magnitude_engine.telemetry import worker_log
 
 LAYOUT_VERSION = "1"
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LOCK_CHECK_S = 0.05
 
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _FAN = re.compile(r"[0-9a-f]{2}")
@@ -112,8 +114,8 @@ class Scan(NamedTuple):
 class BlockFolder:
     """The block files of one model in a locked folder; block operations raise OSError."""
 
-    def __init__(self, root: Path, identity: bytes, files: Files) -> None:
-        """Makes and locks the folder.
+    def __init__(self, root: Path, identity: bytes, files: Files, lock_wait_s: float = 0.0) -> None:
+        """Makes and locks the folder; one that another process uses is waited for, since that one may be ending.
 
         Raises:
             ConfigError: it cannot be made or locked, another process uses it, or its version is unknown.
@@ -124,7 +126,7 @@ class BlockFolder:
         self._base = str(root / identity.hex())
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _locked(root)
+            self._lock = _locked(root, lock_wait_s)
         except OSError as problem:
             raise ConfigError(
                 f"the cache folder {root} cannot be used: {problem}; choose another folder, or switch the disk tier "
@@ -239,11 +241,11 @@ def _entries(folder: str, form: re.Pattern[str] | None) -> Iterator[os.DirEntry[
         worker_log.warning("disk cache: %s cannot be read: %s", folder, problem)
 
 
-def _locked(root: Path) -> int:
+def _locked(root: Path, wait_s: float) -> int:
     """Returns the descriptor of the lock, which holds as long as it is open."""
     lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take_lock(lock, wait_s)
     except BlockingIOError:
         owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
         os.close(lock)
@@ -260,6 +262,18 @@ def _locked(root: Path) -> int:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
+
+
+def _take_lock(lock: int, wait_s: float) -> None:
+    """Locks the file; raises BlockingIOError when that is not possible for `wait_s` seconds."""
+    for left in reversed(range(1 + round(wait_s / _LOCK_CHECK_S))):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_LOCK_CHECK_S)
 
 
 def _check_version(root: Path) -> None:

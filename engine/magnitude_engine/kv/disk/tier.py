@@ -84,7 +84,8 @@ class DiskTier:
                 "kv_disk_mb, or switch the disk tier off with 0",
                 param="kv_disk_mb",
             )
-        return cls(BlockFolder(folder, identity, options.files), block_bytes, limit_bytes, options)
+        found = BlockFolder(folder, identity, options.files, options.lock_wait_s)
+        return cls(found, block_bytes, limit_bytes, options)
 
     def holds(self, key: bytes) -> bool:
         """Returns whether a block is on disk or waits to be written; a read may still find it a miss."""
