@@ -45,6 +45,6 @@ def page_bytes(tensors: Sequence[torch.Tensor], page: int) -> bytes:
 
 def checksum(content: bytes) -> int:
     """Returns the checksum of a page's bytes as the definition has it, in whole numbers, as int64."""
-    words = struct.unpack(f"<{len(content) // 4}I", content)
+    words: tuple[int, ...] = struct.unpack(f"<{len(content) // 4}I", content)
     total = (_START + sum((2 * i + 1) * word for i, word in enumerate(words))) % 2**64
     return total - 2**64 if total >> 63 else total

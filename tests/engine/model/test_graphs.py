@@ -218,10 +218,8 @@ def test_a_graph_on_a_gpu_computes_what_the_eager_step_does() -> None:
     caches = runner.allocate_cache(64), plain.allocate_cache(64)
     for _ in range(3):
         batch = decode_batch([1, 1, 1])
-        moved = StepBatch(
-            *(t.to(device) for t in (batch.ids, batch.positions, batch.slots)),
-            batch.sequences,
-            batch.logit_rows.to(device),
-        )
+        columns = (batch.ids, batch.positions, batch.slots)
+        ids, positions, slots = (t.to(device) for t in columns)
+        moved = StepBatch(ids, positions, slots, batch.sequences, batch.logit_rows.to(device))
         found, expected = (r.forward(moved, c).logits for r, c in zip((runner, plain), caches, strict=True))
         assert near(found, expected, 1e-3)
