@@ -15,17 +15,7 @@ import torch
 from magnitude_engine.config import PAGE_TOKENS, Profile
 from magnitude_engine.model.attention import Attention, GroupedAttention, SplitAttention
 from magnitude_engine.model.batch import KeyValueCache, ModelShape, StepBatch, StepOutput
-from magnitude_engine.model.decoder import (
-    Decoder,
-    Embedding,
-    FastPointwise,
-    FixedPointwise,
-    HeadLane,
-    Lane,
-    LayerNorms,
-    Pointwise,
-    Rotary,
-)
+from magnitude_engine.model.decoder import Decoder, Embedding, HeadLane, Lane, LayerNorms
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.lanes import (
     LaneTable,
@@ -38,7 +28,9 @@ from magnitude_engine.model.lanes import (
     tiled_linears,
 )
 from magnitude_engine.model.linear import Dense, Tiled, quantise_rows
+from magnitude_engine.model.pointwise import FastPointwise, FixedPointwise, KernelPointwise, Pointwise, Rotary
 from magnitude_engine.model.weights import Checkpoint, LayerWeights, dense
+from magnitude_kernels import dispatch
 
 CPU = torch.device("cpu")
 
@@ -90,6 +82,8 @@ def build_decoder(
     c = checkpoint.config
     exact = profile == "reference"
     pointwise: Pointwise = FixedPointwise(c.epsilon) if exact else FastPointwise.build(c, device)
+    if device.type == "cuda" and profile == "native" and dispatch.HAS_TRITON:
+        pointwise = KernelPointwise(c.epsilon)
     attention: Attention = (
         SplitAttention.build(c.heads, c.kv_heads) if exact else GroupedAttention(c.heads // c.kv_heads)
     )
