@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.kv.lease import pages_for
+from magnitude_engine.kv.retention import SessionKey
 
 STEP_SECONDS = 0.25
 MIN_PREFILL_ROWS = 16
@@ -287,7 +288,7 @@ class Warm:
         tokens, computed, held: as in `Running`.
     """
 
-    name: Hashable
+    name: SessionKey
     due_s: float
     tokens: int
     computed: int
@@ -297,7 +298,7 @@ class Warm:
 class WarmShare(NamedTuple):
     """How many rows of which background work are computed in this step."""
 
-    name: Hashable
+    name: SessionKey
     rows: int
 
 

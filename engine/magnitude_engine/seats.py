@@ -1,7 +1,7 @@
 """Who runs and who waits: carries out what the scheduler decides.
 
 A sequence that runs has a seat, that is a lease on the cache. Before it gets one, blocks of its prompt that lie on
-disk only are read in the background; others may be seated meanwhile.
+disk only are read in the background, at the latest when its turn comes; others may be seated meanwhile.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ class Seats:
         """Whether anything waits for blocks to be read."""
         return any(p.fetch is not None and not p.fetch.done for p in self._places.values())
 
-    def enter(self, sequences: Iterable[Sequence]) -> None:
-        """Lets sequences wait for a seat."""
+    def enter(self, sequences: Iterable[Sequence], fetch: Fetch | None = None) -> None:
+        """Lets sequences of one job wait for a seat; `fetch` was read from disk for the first before it came."""
         for sequence in sequences:
-            self._place(sequence)
+            place = self._place(sequence)
+            place.fetch, place.tried, place.asked = fetch, fetch is not None, self._clock()
+            fetch = None
             self.waiting.append(sequence)
 
     def fork(self, root: Sequence, others: Iterable[Sequence]) -> None:
@@ -134,7 +136,7 @@ class Seats:
             self._telemetry.count(names.PREEMPTIONS)
             self._unseat(sequence)
             self._come_back(sequence)
-        admitted = _named(self.waiting, seats.admit)
+        admitted = [s for s in _named(self.waiting, seats.admit) if not self._must_read(s)]
         for sequence in admitted:
             self._seat(sequence)
         return admitted
@@ -204,13 +206,14 @@ class Seats:
             next_page=chain[cached] if cached < len(chain) else None,
         )
 
-    def _place(self, sequence: Sequence) -> None:
+    def _place(self, sequence: Sequence) -> Place:
         generate = sequence.prepared.generate
         run = RunKey(generate.tenant, generate.run or generate.session)
         chain = self._findable(sequence)
-        self._places[sequence.order] = Place(run, chain)
+        place = self._places[sequence.order] = Place(run, chain)
         self._prefixes.enter(chain)
         self.service.enter(run, self._clock())
+        return place
 
     def _findable(self, sequence: Sequence) -> list[bytes]:
         manager = self._cache.manager
@@ -251,14 +254,21 @@ class Seats:
     def _read_ahead(self) -> None:
         """Begins to read what the first in the queue need from disk; gives up what takes too long."""
         now = self._clock()
-        for sequence in self.waiting[:READ_AHEAD]:
+        for sequence in self.waiting:
             place = self._places[sequence.order]
-            if not place.tried:
-                tenant = place.run.tenant
-                place.fetch = self._cache.fetch(tenant, sequence.tokens, self.prefill_rate, self._wake)
-                place.tried, place.asked = True, now
-            elif _reading(place) and now - place.asked > MAX_READ_S:
+            if _reading(place) and now - place.asked > MAX_READ_S:
                 _stop_reading(place)
+        for sequence in self.waiting[:READ_AHEAD]:
+            self._must_read(sequence)
+
+    def _must_read(self, sequence: Sequence) -> bool:
+        """Begins to read what a sequence needs from disk, once; returns whether that goes on."""
+        place = self._places[sequence.order]
+        if not place.tried:
+            tenant = place.run.tenant
+            place.fetch = self._cache.fetch(tenant, sequence.tokens, self.prefill_rate, self._wake)
+            place.tried, place.asked = True, self._clock()
+        return _reading(place)
 
 
 def _reading(place: Place) -> bool:

@@ -40,7 +40,7 @@ class SessionLog:
         # What several tools printed cannot be told apart by its length.
         if end is not None and len(end.tools) == 1 and len(prompt) > end.tokens:
             self._retention.observe_output(owner.tenant, end.tools[0], len(prompt) - end.tokens)
-        self._retention.resumed(owner, chain, self._clock())
+        self._cache.manager.leave(self._retention.resumed(owner, chain, self._clock()))
 
     def paused(self, owner: SessionKey, computed: Sequence[int], tools: tuple[str, ...]) -> None:
         """Its step ended with these tokens, having called `tools`."""
@@ -53,4 +53,4 @@ class SessionLog:
 
     def ended(self, tenant: str, session: str, branch: str | None) -> None:
         """Nothing more comes of a session, or of one of its branches."""
-        self._retention.pruned(tenant, session, branch, self._clock())
+        self._cache.manager.leave(self._retention.pruned(tenant, session, branch, self._clock()))

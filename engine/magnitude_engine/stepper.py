@@ -16,6 +16,7 @@ Single-threaded: whoever calls `step` calls everything here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ from magnitude_engine.warm import WarmAsk, WarmQueue
 # Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
 SAVES_PER_STEP = 2
 SAVES_IDLE = 16
-WARM_ROWS = 64
+LOOK_EVERY_S = 0.25
+DUE_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Stepper:
         self._sessions = SessionLog(cache, hooks.clock)
         self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
         self._jobs: dict[int, Job] = {}
+        self._looked = -math.inf
         self._few: Measured | None = None
         self._many: Measured | None = None
 
@@ -110,6 +113,7 @@ class Stepper:
     def step(self) -> bool:
         """Runs one step; False when there is nothing to compute."""
         began = self._hooks.clock()
+        self._read_ahead(began)
         self._admit()
         work = self._plan()
         if not work:
@@ -123,22 +127,24 @@ class Stepper:
 
     def tidy(self) -> bool:
         """To be called when idle: writes pages back to disk; False when that is done."""
-        return self.cache.save(SAVES_IDLE)
+        more = self.cache.save(SAVES_IDLE)
+        record(self.telemetry, self.cache, self.warm)
+        return more
 
     def enter(self, job: Job) -> None:
         """Takes a job in; its choices wait for a seat."""
         alive = [s for s in job.sequences if s.finish is None]
         self._jobs[job.sequences[0].order.arrival] = job
         prepared = job.prepared
-        self.warm.take(job.sequences[0].owner, prepared.prompt)
+        fetch = self.warm.take(job.sequences[0].owner, prepared.prompt)
         if not alive:
             self._begin(job, None)
             self._complete_if_done(job)
         elif prepared.generate.resume:
-            self._seats.enter(alive)
+            self._seats.enter(alive, fetch)
         else:
             alive[0].width = len(alive)
-            self._seats.enter(alive[:1])
+            self._seats.enter(alive[:1], fetch)
 
     def cancel(self, key: JobKey) -> None:
         """Ends a job without a further event; what it computed is retained."""
@@ -155,9 +161,12 @@ class Stepper:
     def prefill_ahead(self, ahead: Ahead) -> None:
         """Has a prompt's beginning computed when nothing else is to be done, with room for what will follow it."""
         settled = ahead.settled
-        reserve = self.manager.retention.expected_output(settled.owner.tenant, settled.tool) if settled.tool else None
-        ask = WarmAsk(settled.owner, settled.ids, reserve or 0, settled.hold, ahead.done)
-        self.warm.ask(ask, self._hooks.clock())
+        retention, now = self.manager.retention, self._hooks.clock()
+        tenant, tool = settled.owner.tenant, settled.tool
+        reserve = retention.expected_output(tenant, tool) if tool else None
+        duration = retention.expected_duration_s(tenant, tool) if tool else None
+        due = math.inf if duration is None else now + duration
+        self.warm.ask(WarmAsk(settled.owner, settled.ids, reserve or 0, due, settled.hold, ahead.done), now)
 
     def report(self) -> api.CacheReport:
         """Returns what the cache holds."""
@@ -200,6 +209,13 @@ class Stepper:
                 prompt = job.prepared.prompt
                 self._sessions.resumed(sequence.owner, prompt)
                 self._begin(job, sequence.lease)
+
+    def _read_ahead(self, now: float) -> None:
+        """Reads what sessions need from disk whose tools are about to end."""
+        if now - self._looked >= LOOK_EVERY_S and len(self.warm):
+            self._looked = now
+            for owner in self.manager.retention.due(now, DUE_WITHIN_S):
+                self.warm.read_ahead(owner, self._fetch)
 
     def _plan(self) -> list[Work]:
         """Returns what is computed in this step; leases have pages for it."""
@@ -277,20 +293,20 @@ class Stepper:
 
     def _ahead(self) -> bool:
         """Computes a chunk of a prompt that nobody has sent yet; False where there is none."""
-        task = self.warm.next(self._hooks.clock())
-        if task is None:
+        share = self.warm.next(self._hooks.clock())
+        if share is None:
             return False
-        lease = self.warm.open(task, self._fetch)
+        lease = self.warm.open(share.task, self._fetch)
         if lease is None:
             return True
-        rows = min(task.missing, WARM_ROWS)
+        rows = min(share.rows, share.task.missing)
         if not self.manager.extend(lease, lease.length + rows):
-            self.warm.end(task)
+            self.warm.end(share.task)
             return True
         self.cache.apply()
-        share = Rows(task.ask.ids, lease, rows)
-        self._runner.forward(build_batch([share], self._runner.device), self._tensors)
-        self.warm.advanced(task, lease, rows)
+        self._runner.forward(build_batch([Rows(share.task.ask.ids, lease, rows)], self._runner.device), self._tensors)
+        self.warm.advanced(share.task, lease, rows)
+        record(self.telemetry, self.cache, self.warm)
         return True
 
     def _begin(self, job: Job, lease: Lease | None) -> None:
@@ -349,7 +365,7 @@ class Stepper:
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; what it computed is retained."""
-        if sequence.lease is not None and sequence.choice == 0:
+        if sequence.lease is not None:
             tools = tuple(call.name for call in sequence.answer.tool_calls)
             self._sessions.paused(sequence.owner, sequence.tokens[: sequence.lease.length], tools)
         self._seats.leave(sequence)

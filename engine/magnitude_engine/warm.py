@@ -9,6 +9,7 @@ What it is good for is measured per tenant: where too little of it is used, it i
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.radix import common_prefix
 from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.kv.tiers import Fetch
+from magnitude_engine.scheduler import Warm, plan_warm
 
+# Few enough rows that a request which comes meanwhile is not kept waiting.
+CHUNK = 64
 MAX_TASKS = 256
 HOLD_S = 60.0
 TRIAL = 8
@@ -32,13 +36,15 @@ class WarmAsk(NamedTuple):
 
     Attributes:
         reserve: tokens that are expected after them.
-        hold: whether the session comes back for them soon; otherwise they are only retained.
-        done: called when the task has ended, or has all it asked for.
+        due: when they are probably needed, seconds of the engine's clock; infinite where that is not known.
+        hold: whether the session comes back for them; otherwise they are only retained.
+        done: called when the task has ended.
     """
 
     owner: SessionKey
     ids: tuple[int, ...]
     reserve: int = 0
+    due: float = math.inf
     hold: bool = True
     done: Callable[[], None] = lambda: None
 
@@ -48,9 +54,9 @@ class WarmTask:
     """One prefix on its way.
 
     Attributes:
-        until: when the lease is given up.
+        until: when it ends if nothing happens.
         tried: whether the disk was asked.
-        computed: tokens that were computed for it, the last of them at position `lease.length`.
+        reached: tokens that were in the cache when its lease was last at work, `computed` of them by it.
     """
 
     ask: WarmAsk
@@ -58,12 +64,19 @@ class WarmTask:
     lease: Lease | None = None
     fetch: Fetch | None = None
     tried: bool = False
+    reached: int = 0
     computed: int = 0
 
     @property
     def missing(self) -> int:
         """Tokens that are not computed yet."""
         return len(self.ask.ids) - (self.lease.length if self.lease else 0)
+
+    @property
+    def view(self) -> Warm:
+        """What the scheduler sees of it."""
+        held = len(self.lease.pages) if self.lease else 0
+        return Warm(self.ask.owner, self.ask.due, len(self.ask.ids), len(self.ask.ids) - self.missing, held)
 
 
 class Usefulness:
@@ -90,6 +103,16 @@ class Usefulness:
             return True
         self._asked += 1
         return self._asked % TRIAL == 0
+
+
+class WarmShare(NamedTuple):
+    """Rows of a task to compute in one step."""
+
+    task: WarmTask
+    rows: int
+
+
+Fetcher = Callable[[str, Sequence[int]], Fetch | None]
 
 
 class WarmQueue:
@@ -125,23 +148,34 @@ class WarmQueue:
             ask.done()
             return
         task = self._tasks.pop(ask.owner, None)
-        if task is not None and task.lease is not None and not _goes_on(task, ask):
+        if task is not None and ask.ids[: task.reached] != task.ask.ids[: task.reached]:
+            self._judge(task, ())
             self._let_go(task)
+            task = None
         if task is None:
-            task = WarmTask(ask, now + HOLD_S)
-        task.ask, task.until = ask, now + HOLD_S
+            task = WarmTask(ask, now)
+        task.ask, task.until = ask, max(now, ask.due if ask.due < math.inf else now) + HOLD_S
         self._tasks[ask.owner] = task
         if len(self._tasks) > MAX_TASKS:
             self.end(next(iter(self._tasks.values())))
 
-    def next(self, now: float) -> WarmTask | None:
-        """Returns the task to compute now, if there is one; those whose time is over end."""
+    def next(self, now: float) -> WarmShare | None:
+        """Returns what to compute now, if there is anything; tasks whose time is over end."""
         for task in list(self._tasks.values()):
             if now > task.until:
+                self._judge(task, ())
                 self.end(task)
-        return next((task for task in self._tasks.values() if task.missing and not _reading(task)), None)
+        views = [task.view for task in self._tasks.values() if not _reading(task)]
+        share = plan_warm(0, views, self._cache.manager.available, CHUNK)
+        return None if share is None else WarmShare(self._tasks[share.name], share.rows)
 
-    def open(self, task: WarmTask, fetch: Callable[[str, Sequence[int]], Fetch | None]) -> Lease | None:
+    def read_ahead(self, owner: SessionKey, fetch: Fetcher) -> None:
+        """A session is expected soon: what it will need from disk is read, even while others run."""
+        task = self._tasks.get(owner)
+        if task is not None and task.lease is None and not task.tried:
+            task.fetch, task.tried = fetch(owner.tenant, task.ask.ids), True
+
+    def open(self, task: WarmTask, fetch: Fetcher) -> Lease | None:
         """Gives a task its lease; None while its blocks are read from disk (`fetch` begins that)."""
         if task.lease is None and not task.tried:
             task.fetch, task.tried = fetch(task.ask.owner.tenant, task.ask.ids), True
@@ -154,6 +188,7 @@ class WarmQueue:
         """Notes that `rows` tokens were computed; a task that is complete gets its reserve, or ends."""
         manager = self._cache.manager
         manager.advance(lease, rows)
+        task.reached = lease.length
         task.computed += rows
         self.computed += rows
         if task.missing:
@@ -164,16 +199,18 @@ class WarmQueue:
         elif task.ask.reserve:
             manager.extend(lease, lease.length + task.ask.reserve)
 
-    def take(self, owner: SessionKey, ids: Sequence[int]) -> None:
-        """The session is back with `ids`: what its task computed is retained, and counted where it is used."""
+    def take(self, owner: SessionKey, ids: Sequence[int]) -> Fetch | None:
+        """The session is back with `ids`: what its task computed is retained.
+
+        Returns what was read from disk for it and not used yet.
+        """
         task = self._tasks.get(owner)
         if task is None:
-            return
-        done = task.lease.length if task.lease is not None else 0
-        used = common_prefix(task.ask.ids[:done], ids) - (done - task.computed)
-        self._useful.note(owner.tenant, task.computed, max(0, used))
-        self.used += max(0, used)
+            return None
+        self._judge(task, ids)
+        fetch, task.fetch = task.fetch, None
         self.end(task)
+        return fetch
 
     def yield_pages(self) -> None:
         """Gives up all leases; what was computed is retained, and may be evicted."""
@@ -198,6 +235,12 @@ class WarmQueue:
             task.ask.done()
         self._tasks.clear()
 
+    def _judge(self, task: WarmTask, ids: Sequence[int]) -> None:
+        """Counts how much of what a task computed is used by a request with these ids."""
+        used = max(0, common_prefix(task.ask.ids[: task.reached], ids) - (task.reached - task.computed))
+        self._useful.note(task.ask.owner.tenant, task.computed, used)
+        self.used += used
+
     def _let_go(self, task: WarmTask) -> None:
         if task.lease is not None:
             self._cache.manager.commit(task.lease, task.ask.ids)
@@ -208,9 +251,3 @@ class WarmQueue:
 
 def _reading(task: WarmTask) -> bool:
     return task.fetch is not None and not task.fetch.done
-
-
-def _goes_on(task: WarmTask, ask: WarmAsk) -> bool:
-    """Whether the new prefix begins with all that is in the cache for the old one."""
-    done = task.lease.length if task.lease is not None else 0
-    return ask.ids[:done] == task.ask.ids[:done]

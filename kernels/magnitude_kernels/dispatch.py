@@ -17,8 +17,13 @@ from magnitude_kernels.kv_quantise import reference as kv_quantise_reference
 from magnitude_kernels.kv_quantise.reference import Quantised
 from magnitude_kernels.norm_rope_write import reference as norm_rope_write_reference
 from magnitude_kernels.norm_rope_write.reference import HeadNorms, Places
+from magnitude_kernels.paged_attention import reference as paged_attention_reference
+from magnitude_kernels.paged_attention.ragged import Cache, Ragged
 from magnitude_kernels.sample import reference as sample_reference
 from magnitude_kernels.sample.reference import Sampled, SampleParams
+from magnitude_kernels.shared_prefix import reference as shared_prefix_reference
+from magnitude_kernels.shared_prefix.reference import Shared
+from magnitude_kernels.tree_attention import reference as tree_attention_reference
 
 OPERATIONS = ("sample", "kv_copy", "kv_quantise", "norm_rope_write")
 
@@ -110,3 +115,32 @@ def add_norm(
 
         return add_norm_triton(h, x, weight, epsilon, dtype)
     return norm_rope_write_reference.add_norm(h, x, weight, epsilon, dtype)
+
+
+def paged_attention(queries: torch.Tensor, cache: Cache, ragged: Ragged, scale: float) -> torch.Tensor:
+    """Returns causal attention of `queries` [rows, heads, head_dim] over pages, in their shape and type."""
+    if uses_kernel(queries):
+        from magnitude_kernels.paged_attention.launch import paged_attention as paged_attention_triton
+
+        return paged_attention_triton(queries, cache, ragged, scale)
+    return paged_attention_reference.paged_attention(queries, cache, ragged, scale)
+
+
+def shared_prefix(queries: torch.Tensor, cache: Cache, ragged: Ragged, shared: Shared, scale: float) -> torch.Tensor:
+    """Returns what `paged_attention` does, and reads the keys that sequences share once for all of them."""
+    if uses_kernel(queries):
+        from magnitude_kernels.shared_prefix.triton import shared_prefix as shared_prefix_triton
+
+        return shared_prefix_triton(queries, cache, ragged, shared, scale)
+    return shared_prefix_reference.shared_prefix(queries, cache, ragged, shared, scale)
+
+
+def tree_attention(
+    queries: torch.Tensor, cache: Cache, ragged: Ragged, ancestors: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Returns attention of draft trees whose nodes see the context and the nodes in `ancestors` (int64 [rows])."""
+    if uses_kernel(queries):
+        from magnitude_kernels.tree_attention.triton import tree_attention as tree_attention_triton
+
+        return tree_attention_triton(queries, cache, ragged, ancestors, scale)
+    return tree_attention_reference.tree_attention(queries, cache, ragged, ancestors, scale)

@@ -29,7 +29,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from magnitude_engine import api
 from magnitude_engine.config import PAGE_TOKENS
@@ -216,19 +216,25 @@ class CacheManager:
         """
         freed = dead = spilled = 0
         while freed < pages:
-            node = self._tree.pop_unused(lambda page: self._pool.leases(page) > 0, self._choose)
+            node = self._tree.pop_unused(self._is_leased, self._choose)
             if node is None:
                 break
-            if self._give_up(node):
-                dead += 1
-            elif node.name is not None and self._tiers.wants(node.digest):
-                self._ops.append(Spill(node.page, node.name))
-                spilled += 1
-            self._pool.end_retention([node.page])
-            freed += 1
+            unwanted = self._unwanted(node)
+            # What was only used with the chosen page would be chosen next.
+            while node is not None:
+                freed += 1
+                dead += unwanted
+                spilled += not unwanted and self._spill(node)
+                self._pool.end_retention([node.page])
+                node = self._tree.pop_behind(node, self._is_leased) if freed < pages else None
         total = self.evicted
         self.evicted = Evicted(total.pressure + freed - dead, total.dead + dead, total.spilled + spilled)
         return freed
+
+    def leave(self, ends: Iterable[bytes]) -> None:
+        """Notes that sequences with these last digests are not wanted again: their pages are the first to go."""
+        for end in ends:
+            self._tree.leave(end)
 
     def take_unsaved(self, pages: int) -> list[Spill]:
         """Returns up to `pages` retained pages that no lower tier holds yet, the longest retained first."""
@@ -250,7 +256,7 @@ class CacheManager:
 
     def runs(self) -> tuple[api.CacheRun, ...]:
         """Returns the retained pages as stretches without a fork, parents first."""
-        return stretches(self._tree.roots(), lambda page: self._pool.leases(page) > 0, self._clock())
+        return stretches(self._tree.roots(), self._is_leased, self._clock())
 
     def forget(self, lease: Lease) -> None:
         """Ends a lease whose numbers are broken: nothing that it computed or started from is found again.
@@ -297,7 +303,7 @@ class CacheManager:
         for index, start in enumerate(range(0, tokens, PAGE_TOKENS)):
             chunk, page = tuple(ids[start : min(start + PAGE_TOKENS, tokens)]), lease.pages[index]
             node, added, superseded = self._tree.place(node, chunk, page)
-            node.session = lease.key.owner
+            self._tree.own(node, lease.key.owner)
             if added:
                 self._pool.retain([page])
             if node.digest and not node.unsaved and self._tiers.lacks(node.digest):
@@ -332,27 +338,27 @@ class CacheManager:
 
     def _choose(self, leaves: Sequence[Node]) -> int:
         """Returns which of the least recently used leaves goes."""
-        candidates = [Candidate(node.session, node.used_at, self._abandoned(node)) for node in leaves]
+        candidates = [Candidate(None if n.shared else n.session, n.used_at, n.left) for n in leaves]
         return self.retention.choose(candidates, self._clock())
+
+    def _unwanted(self, node: Node) -> bool:
+        if node.shared:
+            return False
+        return node.left or math.isinf(self.retention.expected_use_s(node.session, node.used_at, self._clock()))
+
+    def _spill(self, node: Node) -> bool:
+        """Has a page that leaves the tree handed to the lower tiers where they want it."""
+        if node.name is None or not self._tiers.wants(node.digest):
+            return False
+        self._ops.append(Spill(node.page, node.name))
+        return True
+
+    def _is_leased(self, page: int) -> bool:
+        return self._pool.leases(page) > 0
 
     def _in_use(self, digest: bytes) -> bool:
         page = self._tree.page_of(digest)
-        return page is not None and self._pool.leases(page) > 0
-
-    def _give_up(self, node: Node) -> bool:
-        """Returns whether an evicted page was not wanted again; what was only used with it is not, either."""
-        dead = self._abandoned(node) or math.isinf(
-            self.retention.expected_use_s(node.session, node.used_at, self._clock())
-        )
-        if dead and node.parent is not None and node.parent.used == node.used and not node.parent.children:
-            node.parent.left = True
-        return dead
-
-    def _abandoned(self, leaf: Node) -> bool:
-        """Whether the session that used a leaf last has gone on since, from an earlier page."""
-        if leaf.session is None or leaf.parent is None:
-            return False
-        return leaf.left or self.retention.abandoned(leaf.session, leaf.digest or leaf.parent.digest)
+        return page is not None and self._is_leased(page)
 
     def _replace(self, lease: Lease, index: int, page: int) -> None:
         """Gives `page` in place of another to a lease, and to the forks that share that one with it.

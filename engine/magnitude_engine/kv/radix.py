@@ -23,6 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,10 +46,10 @@ class Node:
         page: where their keys and values are; `NO_PAGE` at a root.
         digest: of all tokens up to the end of a full page; of the tenant at a root; empty for a partial page.
         used: number of the last use, at `used_at` seconds.
-        session: which session used it last.
+        session: which session used it last; `shared` says that it was not the only one.
         queued: whether it has an entry in the heap of unused leaves.
         unsaved: whether it waits to be written to a lower tier.
-        left: whether what came behind it was given up as not wanted again, and it was not used since.
+        left: whether it is not wanted again, unless it is used.
     """
 
     tenant: str
@@ -60,6 +61,7 @@ class Node:
     used: int = 0
     used_at: float = 0.0
     session: SessionKey | None = None
+    shared: bool = False
     queued: bool = False
     unsaved: bool = False
     left: bool = False
@@ -113,6 +115,7 @@ class RadixTree:
         self._nodes: dict[int, Node] = {}
         self._digests: dict[bytes, Node] = {}
         self._unused: list[tuple[int, int, Node]] = []
+        self._left: deque[Node] = deque()
         self._serial = itertools.count()
         self._clock = 0
 
@@ -213,11 +216,43 @@ class RadixTree:
         if node is not None:
             self._enqueue(node)
 
+    def own(self, node: Node, session: SessionKey) -> None:
+        """Notes which session used a page."""
+        node.shared = node.shared or node.session not in (None, session)
+        node.session = session
+
+    def leave(self, digest: bytes) -> None:
+        """Notes that the sequence which ends with or within the page behind this one is not wanted again."""
+        end = self._digests.get(digest)
+        if end is None:
+            return
+        for node in end.children:
+            if not (node.digest or node.shared) and node.session == end.session:
+                self._leave(node)
+        if not (end.children or end.shared):
+            self._leave(end)
+
+    def pop_behind(self, gone: Node, leased: Callable[[int], bool]) -> Node | None:
+        """Takes out the page before one that was taken out, where it is a leaf now and was only used with that one."""
+        node = gone.parent
+        if node is None or node.page == NO_PAGE or node.children or node.shared or leased(node.page):
+            return None
+        if node.used != gone.used:
+            return None
+        self._detach(node)
+        return node
+
     def pop_unused(self, leased: Callable[[int], bool], choose: Choice | None = None) -> Node | None:
         """Takes out one leaf that is not leased; None if there is none.
 
-        It is the least recently used one, or which of the `CANDIDATES` least recently used `choose` says.
+        It is one that is not wanted again, else the least recently used one, or which of the `CANDIDATES` least
+        recently used `choose` says.
         """
+        while self._left:
+            node = self._left.popleft()
+            if node.left and self._nodes.get(node.page) is node and not (node.children or leased(node.page)):
+                self._detach(node)
+                return node
         candidates: list[Node] = []
         while self._unused and len(candidates) < (CANDIDATES if choose else 1):
             used, _, node = heapq.heappop(self._unused)
@@ -274,6 +309,10 @@ class RadixTree:
         node.queued = True
         heapq.heappush(self._unused, (node.used, next(self._serial), node))
 
+    def _leave(self, node: Node) -> None:
+        node.left = True
+        self._left.append(node)
+
     def _named(self, node: Node) -> None:
         if node.digest:
             self._digests[node.digest] = node
@@ -295,6 +334,8 @@ class RadixTree:
         del parent.children[bisect_left(parent.children, node.ids, key=_ids)]
         if parent.page != NO_PAGE:
             self._enqueue(parent)
+            if node.left and parent.used == node.used and not (parent.children or parent.shared):
+                self._leave(parent)
         elif not parent.children:
             del self._roots[parent.tenant]
 

@@ -71,8 +71,11 @@ class Retention:
         """Share of the pages of the last prompts that evicting the least recently used would have found, 0..1."""
         return self._contest.lru_hit_rate
 
-    def resumed(self, key: SessionKey, chain: Sequence[bytes], now: float) -> None:
-        """A request was admitted; `chain` is that of all full pages of its prompt. Also revives what had ended."""
+    def resumed(self, key: SessionKey, chain: Sequence[bytes], now: float) -> tuple[bytes, ...]:
+        """A request was admitted; `chain` is that of all full pages of its prompt. Also revives what had ended.
+
+        Returns the last digests of the sequences that the session leaves behind with it.
+        """
         step = self._sessions.resume(key, chain, now)
         if step.tools:
             self._tools.took(key.tenant, step.tools, step.waited_s)
@@ -81,6 +84,7 @@ class Retention:
         if chain:
             learned, lru = (shadow.access(key, chain, now) for shadow in (self._learned, self._lru))
             self._contest.note(Access(len(chain), learned, lru))
+        return step.left
 
     def paused(self, key: SessionKey, chain: Sequence[bytes], tools: Sequence[str], now: float) -> None:
         """Its step ended with these full pages, output included, and called `tools`; none: it answered its user.
@@ -99,16 +103,21 @@ class Retention:
         if ended:
             self._learned.doom(key)
 
-    def ended(self, key: SessionKey, now: float) -> None:
-        """Nothing more comes of this branch of the session, unless `resumed` says otherwise."""
-        if self._sessions.end(key, now):
-            self._learned.doom(key)
+    def ended(self, key: SessionKey, now: float) -> tuple[bytes, ...]:
+        """Nothing more comes of this branch of the session, unless `resumed` says otherwise.
 
-    def pruned(self, tenant: str, session: str, branch: str | None, now: float) -> None:
-        """Nothing more comes of a branch, or of all branches where `branch` is None."""
+        Returns the last digests of its sequences.
+        """
+        ends = self._sessions.end(key, now)
+        if ends is None:
+            return ()
+        self._learned.doom(key)
+        return ends
+
+    def pruned(self, tenant: str, session: str, branch: str | None, now: float) -> tuple[bytes, ...]:
+        """Nothing more comes of a branch, or of all branches where `branch` is None; returns as `ended` does."""
         named = [] if branch is None else [SessionKey(tenant, session, branch)]
-        for key in named or self._sessions.branches(tenant, session):
-            self.ended(key, now)
+        return tuple(end for key in named or self._sessions.branches(tenant, session) for end in self.ended(key, now))
 
     def abandoned(self, key: SessionKey, end: bytes) -> bool:
         """Returns whether what a step of the session last used is not wanted again.

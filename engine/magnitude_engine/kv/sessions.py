@@ -131,12 +131,14 @@ class SessionTable:
         session.due = due
         insort(self._dues, (due, key))
 
-    def end(self, key: SessionKey, now: float) -> bool:
-        """Nothing more is expected of a session; returns whether it is known."""
+    def end(self, key: SessionKey, now: float) -> tuple[bytes, ...] | None:
+        """Nothing more is expected of a session; returns its ends, None where it is not known."""
         if key not in self._sessions:
-            return False
-        self._enter(key, "ended", now).ends.clear()
-        return True
+            return None
+        session = self._enter(key, "ended", now)
+        ends = tuple(session.ends)
+        session.ends.clear()
+        return ends
 
     def _enter(self, key: SessionKey, state: State, now: float) -> Session:
         session = self._sessions.setdefault(key, Session(state, now))

@@ -28,6 +28,7 @@ from magnitude_engine.model.lanes import (
     tiled_linears,
 )
 from magnitude_engine.model.linear import Dense, Tiled, quantise_rows
+from magnitude_engine.model.paged import PagedAttention
 from magnitude_engine.model.pointwise import FastPointwise, FixedPointwise, KernelPointwise, Pointwise, Rotary
 from magnitude_engine.model.weights import Checkpoint, LayerWeights, dense
 from magnitude_kernels import dispatch
@@ -66,6 +67,10 @@ class Runner:
         with torch.inference_mode():
             return self._decoder.forward(batch, cache)
 
+    def recapture(self) -> bool:
+        """To be called between steps while nothing waits, until it returns False: prepares for steps like the last."""
+        return False
+
 
 def build_decoder(
     checkpoint: Checkpoint,
@@ -82,11 +87,11 @@ def build_decoder(
     c = checkpoint.config
     exact = profile == "reference"
     pointwise: Pointwise = FixedPointwise(c.epsilon) if exact else FastPointwise.build(c, device)
-    if device.type == "cuda" and profile == "native" and dispatch.HAS_TRITON:
-        pointwise = KernelPointwise(c.epsilon)
     attention: Attention = (
         SplitAttention.build(c.heads, c.kv_heads) if exact else GroupedAttention(c.heads // c.kv_heads)
     )
+    if profile == "native" and device.type == "cuda" and dispatch.HAS_TRITON:
+        pointwise, attention = KernelPointwise(c.epsilon), PagedAttention()
     norms: list[LayerNorms] = []
 
     def layer(index: int) -> LayerWeights:

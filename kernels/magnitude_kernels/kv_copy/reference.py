@@ -89,11 +89,10 @@ class PageTensors:
         """Words of a page in one tensor."""
         return self.words[0].shape[1]
 
-    def staging(self, pages: int, pinned: bool = False) -> torch.Tensor:
-        """Returns a buffer for `pages` pages, uint8 [pages, tensors, bytes]: beside the cache, or pinned."""
+    def staging(self, pages: int) -> torch.Tensor:
+        """Returns a buffer for `pages` pages beside the cache, uint8 [pages, tensors, bytes]."""
         size = (pages, len(self.words), self.page_words * _WORD_BYTES)
-        device = torch.device("cpu") if pinned else self.table.device
-        return torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return torch.empty(size, dtype=torch.uint8, device=self.table.device)
 
 
 def copy(cache: PageTensors, moves: Sequence[PageMove]) -> None:

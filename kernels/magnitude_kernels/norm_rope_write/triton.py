@@ -180,7 +180,7 @@ def rope_write_kernel(  # type: ignore[no-untyped-def]
 
     _store_halves(q_ptr + row * (HEADS * 2 * HALF), at, turned1, turned2, present & is_q[:, None], HALF)
     slot = tl.load(slots_ptr + row)
-    # A row's key and value heads, from the first on, are consecutive in a slot.
+    # Heads from here on are not written: all of them where the row has no slot.
     kept = tl.where(slot < 0, 0, HEADS + 2 * KV_HEADS)
     written = present & (head < kept)[:, None]
     place = slot * (KV_HEADS * 2 * HALF) - HEADS * 2 * HALF
