@@ -15,17 +15,7 @@ import torch
 from magnitude_engine.config import PAGE_TOKENS, Profile
 from magnitude_engine.model.attention import Attention, GroupedAttention, SplitAttention
 from magnitude_engine.model.batch import KeyValueCache, ModelShape, StepBatch, StepOutput
-from magnitude_engine.model.decoder import (
-    Decoder,
-    Embedding,
-    FastPointwise,
-    FixedPointwise,
-    HeadLane,
-    Lane,
-    LayerNorms,
-    Pointwise,
-    Rotary,
-)
+from magnitude_engine.model.decoder import Decoder, Embedding, HeadLane, Lane, LayerNorms
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.lanes import (
     LaneTable,
@@ -39,6 +29,7 @@ from magnitude_engine.model.lanes import (
 )
 from magnitude_engine.model.linear import Dense, Tiled, quantise_rows
 from magnitude_engine.model.paged import PagedAttention
+from magnitude_engine.model.pointwise import FastPointwise, FixedPointwise, KernelPointwise, Pointwise, Rotary
 from magnitude_engine.model.weights import Checkpoint, LayerWeights, dense
 from magnitude_kernels import dispatch
 
@@ -100,7 +91,7 @@ def build_decoder(
         SplitAttention.build(c.heads, c.kv_heads) if exact else GroupedAttention(c.heads // c.kv_heads)
     )
     if profile == "native" and device.type == "cuda" and dispatch.HAS_TRITON:
-        attention = PagedAttention()
+        pointwise, attention = KernelPointwise(c.epsilon), PagedAttention()
     norms: list[LayerNorms] = []
 
     def layer(index: int) -> LayerWeights:
