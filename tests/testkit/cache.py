@@ -98,11 +98,11 @@ def save(cache: PagedCache) -> None:
     assert cache.flush(PATIENCE_S)
 
 
-def disk_threads() -> int:
-    """Returns how many threads of disk tiers run, once those that are ending have ended."""
+def disk_threads(expected: int = 0) -> int:
+    """Returns how many threads of disk tiers run, once there are no more than `expected` or a second has passed."""
     for _ in range(100):
-        names = [t.name for t in threading.enumerate() if t.name.startswith("kv-disk")]
-        if not names:
+        count = sum(1 for thread in threading.enumerate() if thread.name.startswith("kv-disk"))
+        if count <= expected:
             break
         time.sleep(0.01)
-    return len(names)
+    return count
