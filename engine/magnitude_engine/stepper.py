@@ -126,10 +126,10 @@ class Stepper:
         return True
 
     def tidy(self) -> bool:
-        """To be called when idle: writes pages back to disk; False when that is done."""
+        """To be called when idle: writes pages back to disk and prepares the model for such steps; False when done."""
         more = self.cache.save(SAVES_IDLE)
         record(self.telemetry, self.cache, self.warm)
-        return more
+        return more or self._runner.recapture()
 
     def enter(self, job: Job) -> None:
         """Takes a job in; its choices wait for a seat."""
