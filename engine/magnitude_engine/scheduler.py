@@ -33,6 +33,8 @@ from magnitude_engine.kv.lease import pages_for
 from magnitude_engine.kv.retention import SessionKey
 
 STEP_SECONDS = 0.25
+# A step that computes one prompt alone keeps nobody else waiting; with the half on top it stays below a second.
+ALONE_STEP_SECONDS = 0.5
 MIN_PREFILL_ROWS = 16
 SMOOTHING = 0.3
 # Long against the time after which a contended seat or chunk is free again, so that service decides before it does.
@@ -336,8 +338,11 @@ def smooth(before: Measured | None, rows: int, seconds: float) -> Measured:
     )
 
 
-def row_budget(few: Measured | None, many: Measured | None, chunk: int) -> int:
+def row_budget(few: Measured | None, many: Measured | None, chunk: int, alone: int = 0) -> int:
     """Returns the rows that a step of about `STEP_SECONDS` computes, at most `chunk`.
+
+    `alone` are the missing rows of the only sequence that runs or waits, 0 where there are others: its steps are of
+    `ALONE_STEP_SECONDS`, and the last one takes a rest of up to half a step along instead of leaving it to another.
 
     A step costs a fixed time (reading the weights) and a time per row; both follow from the measured steps of few
     and of many rows. Where the fixed time alone is long, smaller steps would only waste more of it: then as many
@@ -349,8 +354,10 @@ def row_budget(few: Measured | None, many: Measured | None, chunk: int) -> int:
     if few is not None and few.seconds < many.seconds:
         row_s = (many.seconds - few.seconds) / (many.rows - few.rows)
         fixed_s = max(0.0, few.seconds - few.rows * row_s)
-    rows = int(max(STEP_SECONDS - fixed_s, fixed_s) / row_s) // MIN_PREFILL_ROWS * MIN_PREFILL_ROWS
-    return min(chunk, max(rows, MIN_PREFILL_ROWS))
+    seconds = ALONE_STEP_SECONDS if alone else STEP_SECONDS
+    rows = int(max(seconds - fixed_s, fixed_s) / row_s) // MIN_PREFILL_ROWS * MIN_PREFILL_ROWS
+    rows = max(rows, MIN_PREFILL_ROWS)
+    return min(chunk, alone if rows < alone <= rows * 3 // 2 else rows)
 
 
 def decode_cost(few: Measured | None, many: Measured | None) -> float:

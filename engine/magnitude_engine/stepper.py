@@ -220,9 +220,11 @@ class Stepper:
     def _plan(self) -> list[Work]:
         """Returns what is computed in this step; leases have pages for it."""
         # The reference profile measures nothing, so that its steps are the same in every run.
-        budget = row_budget(self._few, self._many, self._config.prefill_chunk)
+        running = self._seats.running
+        alone = running[0].missing if len(running) == 1 and not self.waiting else 0
+        budget = row_budget(self._few, self._many, self._config.prefill_chunk, alone)
         self.telemetry.set(names.ROW_BUDGET, budget)
-        by_order = {s.order: s for s in self._seats.running}
+        by_order = {s.order: s for s in running}
         work: list[Work] = []
         for order, rows in self._seats.plan(budget):
             sequence = by_order[order]
