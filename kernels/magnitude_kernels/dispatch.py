@@ -25,7 +25,15 @@ from magnitude_kernels.shared_prefix import reference as shared_prefix_reference
 from magnitude_kernels.shared_prefix.reference import Shared
 from magnitude_kernels.tree_attention import reference as tree_attention_reference
 
-OPERATIONS = ("sample", "kv_copy", "kv_quantise", "norm_rope_write")
+OPERATIONS = (
+    "sample",
+    "kv_copy",
+    "kv_quantise",
+    "norm_rope_write",
+    "paged_attention",
+    "shared_prefix",
+    "tree_attention",
+)
 
 
 # Triton exists for Linux only.

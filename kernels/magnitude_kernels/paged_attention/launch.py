@@ -171,7 +171,7 @@ def sizes(head_dim: int, wide: bool, most_rows: int, group: int, tight: bool) ->
         return Sizes(max(least, 64), 32, 8, 2)
     if kind(most_rows) == 1:
         return Sizes(max(least, 64), 32, 4, 2)
-    return Sizes(max(least, 128), 32 if tight else 64, 8, 2)
+    return Sizes(max(least, 128), 32 if tight and block_dim(head_dim) > 64 else 64, 8, 2)
 
 
 def is_tight(device: torch.device) -> bool:
