@@ -11,6 +11,7 @@ from magnitude_engine.model.loader import LoadedModel
 from testkit.engine import engine_config
 
 PATIENCE_S = 20.0
+SPOILED = 77.0
 
 
 def tiered(model: LoadedModel, folder: Path | None = None, pages: int = 128, **settings: object) -> Engine:
@@ -27,12 +28,17 @@ def save(engine: Engine) -> None:
     assert engine._stepper.cache.tiers.flush(PATIENCE_S)
 
 
-def evict(engine: Engine) -> None:
-    """Takes all retained pages off the device, as an engine under pressure does."""
-    manager = engine._stepper.manager
+def evict(engine: Engine, spoil: bool = True) -> None:
+    """Takes all retained pages off the device, as an engine under pressure does.
+
+    Unless told otherwise it then spoils what lies on the pages, so that nothing is right there by luck.
+    """
+    manager, cache = engine._stepper.manager, engine._stepper.cache
     manager.evict(manager.total)
-    engine._stepper.cache.apply()
+    cache.apply()
     assert (manager.retained, manager.free) == (0, manager.total)
+    if spoil:
+        cache._pages.fill_(SPOILED)
 
 
 def disk_stats(engine: Engine) -> DiskStats:
