@@ -15,7 +15,7 @@ from magnitude import AgentConfig, MagnitudeEngine
 from magnitude_engine.client.answers import GenerateResult
 from magnitude_engine.errors import BranchEnded, BranchLimit, EngineError, RequestError
 from magnitude_engine.inprocess import Branch, Branches
-from testkit.inprocess import Passes, use_tiny_model
+from testkit.inprocess import Passes, use_tiny_model, wait_until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
 LIMIT = 6
@@ -48,10 +48,6 @@ def cached(result: GenerateResult) -> int:
     """Returns the prompt tokens that were found in the cache."""
     figures: dict[str, int] = result["usage"]["magnitude"]
     return figures["cached_tokens"]
-
-
-def hypothesis(prefix: str, number: int) -> str:
-    return f"{prefix}; hypothesis {number:02d}"
 
 
 def test_branches_answer_as_the_session_would(engine: MagnitudeEngine, branches: Branches) -> None:
@@ -97,11 +93,14 @@ def test_sixteen_branches_store_a_prefix_of_six_thousand_tokens_once(
         assert 5500 < length < 7000
         before = engine.inspect()
         with engine.branches("s") as branches, ThreadPoolExecutor(16) as threads:
-            asked = {
-                branch.id: threads.submit(branch.generate, prompt=hypothesis(prefix, n), raw=True, **GREEDY)
-                for n, branch in enumerate(branches.fork(16))
-            }
-            results = [answer.result() for answer in asked.values()]
+            forked = branches.fork(16)
+
+            def ask(number: int) -> GenerateResult:
+                prompt = f"{prefix}; hypothesis {number:02d}"
+                result: GenerateResult = forked[number].generate(prompt=prompt, raw=True, **GREEDY)
+                return result
+
+            results = list(threads.map(ask, range(16)))
         after = engine.inspect()
     assert (before.pages_total, after.pages_total) == (512, 512)
     assert all(length - PAGE <= cached(result) for result in results)
@@ -110,7 +109,7 @@ def test_sixteen_branches_store_a_prefix_of_six_thousand_tokens_once(
     assert 0 < used <= 16 * (own // PAGE + 2)
     assert sum(tier.evicted for tier in after.tiers) == 0
     lines = {use.branch: use.state for use in after.sessions}
-    assert {lines[name] for name in asked} == {"ended"}
+    assert {lines[branch.id] for branch in forked} == {"ended"}
     assert max(passes.widths) > 1
 
 
@@ -176,10 +175,9 @@ def test_pruning_ends_what_the_branch_still_generates(engine: MagnitudeEngine, b
     stream = streaming.generate(prompt="hi", stream=True, **long)
     next(stream)
     with ThreadPoolExecutor(2) as threads:
-        blocked = threads.submit(waiting.generate, prompt="hi", **long)
+        blocked = threads.submit(lambda: waiting.generate(prompt="hi", **long))
         tasks = threads.submit(lambda: asyncio.run(looping.agenerate(prompt="hi", **long)))
-        while not waiting._asked or not looping._asked:
-            threading.Event().wait(0.001)
+        wait_until(lambda: bool(waiting._asked and looping._asked))
         branches.prune()
         for ended, branch in ((blocked, waiting), (tasks, looping)):
             with pytest.raises(BranchEnded, match=f"{branch.id} .* was pruned"):
