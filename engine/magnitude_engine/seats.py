@@ -91,6 +91,12 @@ class Seats:
         """Whether anything waits for blocks to be read."""
         return any(p.fetch is not None and not p.fetch.done for p in self._places.values())
 
+    @property
+    def short(self) -> bool:
+        """Whether those that run need more pages than there are."""
+        missing = [pages_for(len(s.tokens)) - len(s.lease.pages) for s in self.running if s.lease]
+        return sum(missing) > self._cache.manager.available
+
     def enter(self, sequences: Iterable[Sequence], fetch: Fetch | None = None) -> None:
         """Lets sequences of one job wait for a seat; `fetch` was read from disk for the first before it came."""
         for sequence in sequences:
@@ -152,9 +158,7 @@ class Seats:
 
     def views(self) -> list[Running]:
         """Returns what the scheduler sees of the running sequences."""
-        manager, now = self._cache.manager, self._clock()
-        missing = [pages_for(len(s.tokens)) - len(s.lease.pages) for s in self.running if s.lease]
-        short = sum(missing) > manager.available
+        short, now = self.short, self._clock()
         return [self._running_view(s, short, now) for s in self.running]
 
     def _running_view(self, sequence: Sequence, short: bool, now: float) -> Running:

@@ -199,6 +199,8 @@ class Stepper:
 
     def _admit(self) -> None:
         """Gives and takes seats; prefill ahead makes way where pages are short."""
+        if self.warm.holding and self._seats.short:
+            self.warm.yield_pages()
         admitted = self._seats.admit()
         if self.waiting and not admitted and self.warm.holding:
             self.warm.yield_pages()

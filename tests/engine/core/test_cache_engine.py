@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from magnitude_engine import api
+from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.warm import WarmAsk
 from testkit.engine import alone, generate, run, submit
-from testkit.tiered import PATIENCE_S, disk_stats, evict, save, tiered
+from testkit.tiered import PATIENCE_S, counter, disk_stats, evict, save, tiered
 
 LONG = "a history of many words that fills page after page of the cache, and goes on for a while after that " * 2
 
@@ -63,3 +65,16 @@ def test_closing_twice_and_opening_at_once(model: LoadedModel, tmp_path: Path) -
     after.close()
     assert answer.usage.cached_disk_tokens >= answer.usage.prompt_tokens // 16 * 16 - 16
     assert answer.ids() == alone(model, generate(LONG)).ids()
+
+
+def test_prefill_ahead_gives_its_pages_up_before_anybody_loses_a_seat(model: LoadedModel) -> None:
+    engine = tiered(model, pages=12)
+    ahead = WarmAsk(SessionKey("t", "expected", "main"), tuple(range(40, 60)), reserve=60)
+    engine._stepper.warm.ask(ahead, time.monotonic())
+    while engine.step():
+        pass
+    assert engine._stepper.manager.available == 7
+    requests = [generate(text, max_tokens=70) for text in ("one", "two")]
+    answers = run(engine, *requests)
+    assert [answer.ids() for answer in answers] == [alone(model, request).ids() for request in requests]
+    assert counter(engine, "preemptions") == 0
