@@ -268,6 +268,16 @@ def test_a_session_has_one_set_of_branches(engine: MagnitudeEngine) -> None:
                 call(wrong)  # type: ignore[arg-type]
 
 
+def test_branches_of_a_closed_engine_end_without_an_error(engine: MagnitudeEngine, branches: Branches) -> None:
+    with branches:
+        (branch,) = branches.fork()
+        branch.generate(prompt="hi", **GREEDY)
+        engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            branch.generate(prompt="hi", **GREEDY)
+    assert not branch.open
+
+
 def test_nothing_of_this_loads_a_model(engine: MagnitudeEngine, branches: Branches, passes: Passes) -> None:
     one, two = branches.fork(2)
     one.score(1)

@@ -76,7 +76,7 @@ class MagnitudeEngine:
         self._closed = False
         self._stopped = threading.Event()
         self._registered = Registrations(self._stopped)
-        self._lines = Lines(self._running)
+        self._lines = Lines(lambda: self._engine)
         self._host = Host(self._config.max_parallel_branches, self._lines, self._loaded)
         self._branches: WeakValueDictionary[str, Branches] = WeakValueDictionary()
 
@@ -147,11 +147,13 @@ class MagnitudeEngine:
             finished: whether that was all.
         """
         check_session(session_id)
+        self._check_open()
         self._lines.tool_output(tool_event(session_id, self._lines.main(session_id), call_id, text, finished))
 
     def end_session(self, session_id: str) -> None:
         """Says that nothing more comes of a session: its pages, and those of its branches, are the first to go."""
         check_session(session_id)
+        self._check_open()
         branches = self._branches.get(session_id)
         if branches is not None:
             branches.prune()
@@ -334,11 +336,6 @@ class MagnitudeEngine:
                 self._engine = start_engine(self._config, self._memory, self._stopped.set)
                 self._registered.submit(self._engine)
             return self._engine
-
-    def _running(self) -> Engine | None:
-        """Returns the engine where it is loaded."""
-        self._check_open()
-        return self._engine
 
     def _check_open(self) -> None:
         if self._closed:

@@ -24,7 +24,7 @@ class Lines:
     """Thread-safe; loads no engine, since one that is not loaded knows no session.
 
     Attributes:
-        engine: returns the engine, None where it is not loaded.
+        engine: returns the engine, None where it is not loaded, or closed.
     """
 
     def __init__(self, engine: Callable[[], Engine | None]) -> None:
