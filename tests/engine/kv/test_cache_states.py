@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -204,9 +205,9 @@ class Tiers(RuleBasedStateMachine):
         """Forgets the prefixes that no lower tier holds."""
         tiers = self.cache.tiers
         assert tiers._disk is not None
-        host = tiers._host or {}
+        assert tiers._host is not None
         keys = {prefix: self.cache.manager.chain(*prefix)[-1] for prefix in self.possible}
-        below = {p for p, key in keys.items() if key in host or tiers._disk.holds(key)}
+        below = {p for p, key in keys.items() if key in tiers._host or tiers._disk.holds(key)}
         self.kept &= below
         self.possible &= below
 
@@ -287,7 +288,7 @@ def _copied(source: str, target: str) -> None:
 def walk(machine: Tiers, seed: int, steps: int) -> Tiers:
     """Takes random steps with few leases at once, so that, unlike Hypothesis' programs, most find and evict."""
     draw = random.Random(seed)
-    leases: list[Lease] = []
+    leases: list[Any] = []
 
     def ids() -> list[int]:
         return [*draw.choice(BASES)[: draw.randint(1, 80)], *draw.choice(ENDS)]
