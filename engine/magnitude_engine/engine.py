@@ -136,7 +136,7 @@ class Engine:
         self._predictor.close()
         self._take_mail()
         self._stepper.fail_all(WorkerLost("the worker stopped before the answer was complete; send the request again"))
-        self._stepper.cache.close()
+        self._stepper.close()
 
     def step(self) -> bool:
         """Takes in what was asked and runs one step; False when there was nothing to compute."""
@@ -166,7 +166,7 @@ class Engine:
                 case Job():
                     self._stepper.enter(item)
                 case Ahead():
-                    self._stepper.prefill_ahead(item)
+                    self._stepper.ahead.ask(item, self._clock())
                 case api.EndSession():
                     self._stepper.end_session(item)
                 case Question():

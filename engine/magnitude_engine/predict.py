@@ -128,7 +128,8 @@ class Predictor:
         base = api.ChatInput(messages=system, tools=register.tools)
         name = hashlib.blake2b(msgspec.msgpack.encode(base), digest_size=16).hexdigest()
         settled = Settled(SessionKey(register.tenant, f"registered {name}", "main"), hold=False)
-        self._pool.submit(self._settle, settled, _Forms(base, ends), done)
+        asked = self._pool.submit(self._settle, settled, _Forms(base, ends), done)
+        asked.add_done_callback(lambda future: done() if future.cancelled() else None)
 
     def forget(self, tenant: str, session: str, branch: str | None) -> None:
         """Nothing more comes of a session, or of one of its branches."""

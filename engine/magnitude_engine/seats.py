@@ -147,6 +147,10 @@ class Seats:
             self._seat(sequence)
         return admitted
 
+    def fetch(self, tenant: str, ids: Sequences[int]) -> Fetch | None:
+        """Begins to read what of `ids` is on disk only, where that pays."""
+        return self._cache.fetch(tenant, ids, self.prefill_rate, self._wake)
+
     def plan(self, budget: int) -> tuple[Share, ...]:
         """Returns how many rows each running sequence computes in this step."""
         return plan_rows(self.views(), budget, self._waiting_views())
@@ -269,8 +273,7 @@ class Seats:
         """Begins to read what a sequence needs from disk, once; returns whether that goes on."""
         place = self._places[sequence.order]
         if not place.tried:
-            tenant = place.run.tenant
-            place.fetch = self._cache.fetch(tenant, sequence.tokens, self.prefill_rate, self._wake)
+            place.fetch = self.fetch(place.run.tenant, sequence.tokens)
             place.tried, place.asked = True, self._clock()
         return _reading(place)
 

@@ -16,7 +16,6 @@ Single-threaded: whoever calls `step` calls everything here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
@@ -25,29 +24,26 @@ import torch
 
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
+from magnitude_engine.ahead import PrefillAhead
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
-from magnitude_engine.inbox import Ahead, Job, JobKey, cached_prompt
+from magnitude_engine.inbox import Job, JobKey, cached_prompt
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
-from magnitude_engine.kv.tiers import Fetch
 from magnitude_engine.model.batch import KeyValueCache
 from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Emission, Sequence
 from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, decode_cost, row_budget, smooth
 from magnitude_engine.seats import Seats
 from magnitude_engine.session_log import SessionLog
-from magnitude_engine.step import Rows, Work, build_batch, row_spec
-from magnitude_engine.warm import WarmAsk, WarmQueue
+from magnitude_engine.step import Work, build_batch, row_spec
 
 # Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
 SAVES_PER_STEP = 2
 SAVES_IDLE = 16
-LOOK_EVERY_S = 0.25
-DUE_WITHIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +79,14 @@ class Stepper:
         self.telemetry = names.WorkerTelemetry()
         self.cache = cache
         self.manager = cache.manager
-        self.warm = WarmQueue(cache)
         self._runner = runner
         self._tensors = tensors
         self._config = config
         self._hooks = hooks
         self._sessions = SessionLog(cache, hooks.clock)
         self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
+        self.ahead = PrefillAhead(runner, tensors, cache, self._seats)
         self._jobs: dict[int, Job] = {}
-        self._looked = -math.inf
         self._few: Measured | None = None
         self._many: Measured | None = None
 
@@ -108,16 +103,16 @@ class Stepper:
     @property
     def reading(self) -> bool:
         """Whether blocks are being read for a sequence that waits."""
-        return self._seats.reading or self.warm.reading
+        return self._seats.reading or self.ahead.queue.reading
 
     def step(self) -> bool:
         """Runs one step; False when there is nothing to compute."""
         began = self._hooks.clock()
-        self._read_ahead(began)
+        self.ahead.read(began)
         self._admit()
         work = self._plan()
         if not work:
-            return not self.waiting and self._ahead()
+            return not self.waiting and self._compute_ahead(began)
         logits = self._forward(work)
         for sequence, drawn in self._sample(work, logits):
             self._commit(sequence, drawn)
@@ -128,7 +123,7 @@ class Stepper:
     def tidy(self) -> bool:
         """To be called when idle: writes pages back to disk and prepares the model for such steps; False when done."""
         more = self.cache.save(SAVES_IDLE)
-        record(self.telemetry, self.cache, self.warm)
+        record(self.telemetry, self.cache, self.ahead.queue)
         return more or self._runner.recapture()
 
     def enter(self, job: Job) -> None:
@@ -136,7 +131,7 @@ class Stepper:
         alive = [s for s in job.sequences if s.finish is None]
         self._jobs[job.sequences[0].order.arrival] = job
         prepared = job.prepared
-        fetch = self.warm.take(job.sequences[0].owner, prepared.prompt)
+        fetch = self.ahead.queue.take(job.sequences[0].owner, prepared.prompt)
         if not alive:
             self._begin(job, None)
             self._complete_if_done(job)
@@ -156,17 +151,7 @@ class Stepper:
     def end_session(self, end: api.EndSession) -> None:
         """Nothing more comes of a session, or of one branch: its pages are the first to go."""
         self._sessions.ended(end.tenant, end.session, end.branch)
-        self.warm.forget(end.tenant, end.session, end.branch)
-
-    def prefill_ahead(self, ahead: Ahead) -> None:
-        """Has a prompt's beginning computed when nothing else is to be done, with room for what will follow it."""
-        settled = ahead.settled
-        retention, now = self.manager.retention, self._hooks.clock()
-        tenant, tool = settled.owner.tenant, settled.tool
-        reserve = retention.expected_output(tenant, tool) if tool else None
-        duration = retention.expected_duration_s(tenant, tool) if tool else None
-        due = math.inf if duration is None else now + duration
-        self.warm.ask(WarmAsk(settled.owner, settled.ids, reserve or 0, due, settled.hold, ahead.done), now)
+        self.ahead.queue.forget(end.tenant, end.session, end.branch)
 
     def report(self) -> api.CacheReport:
         """Returns what the cache holds."""
@@ -177,7 +162,7 @@ class Stepper:
     def fail_running(self, error: MagnitudeError) -> None:
         """Ends all jobs that hold pages, and forgets the whole cache, since its contents are in doubt."""
         running = self._seats.clear()
-        self.warm.clear()
+        self.ahead.queue.clear()
         self.manager.reset()
         for arrival in {s.order.arrival for s in running}:
             self._fail(self._jobs[arrival], error)
@@ -187,6 +172,11 @@ class Stepper:
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
+    def close(self) -> None:
+        """Gives up what is computed ahead, and closes the cache."""
+        self.ahead.queue.clear()
+        self.cache.close()
+
     def check_integrity(self) -> None:
         """To be called when idle: counts all pages, and starts with an empty cache where the accounts are wrong."""
         try:
@@ -194,16 +184,16 @@ class Stepper:
         except IntegrityError as error:
             self.telemetry.count(names.INTEGRITY_FAILURES)
             names.worker_log.error("the page accounts were wrong and the cache was emptied: %s", error)
-            self.warm.clear()
+            self.ahead.queue.clear()
             self.manager.reset()
 
     def _admit(self) -> None:
         """Gives and takes seats; prefill ahead makes way where pages are short."""
-        if self.warm.holding and self._seats.short:
-            self.warm.yield_pages()
+        if self.ahead.queue.holding and self._seats.short:
+            self.ahead.queue.yield_pages()
         admitted = self._seats.admit()
-        if self.waiting and not admitted and self.warm.holding:
-            self.warm.yield_pages()
+        if self.waiting and not admitted and self.ahead.queue.holding:
+            self.ahead.queue.yield_pages()
             admitted = self._seats.admit()
         for sequence in admitted:
             job = self._job(sequence)
@@ -211,13 +201,6 @@ class Stepper:
                 prompt = job.prepared.prompt
                 self._sessions.resumed(sequence.owner, prompt)
                 self._begin(job, sequence.lease)
-
-    def _read_ahead(self, now: float) -> None:
-        """Reads what sessions need from disk whose tools are about to end."""
-        if now - self._looked >= LOOK_EVERY_S and len(self.warm):
-            self._looked = now
-            for owner in self.manager.retention.due(now, DUE_WITHIN_S):
-                self.warm.read_ahead(owner, self._fetch)
 
     def _plan(self) -> list[Work]:
         """Returns what is computed in this step; leases have pages for it."""
@@ -237,10 +220,15 @@ class Stepper:
             raise EngineError("no running sequence could get pages, although one alone always fits")
         return work
 
+    def _compute_ahead(self, now: float) -> bool:
+        computed = self.ahead.step(now)
+        record(self.telemetry, self.cache, self.ahead.queue)
+        return computed
+
     def _extended(self, lease: Lease, tokens: int) -> bool:
         """Gives a lease pages, at the cost of prefill ahead where there are too few."""
-        if not self.manager.extend(lease, tokens) and self.warm.holding:
-            self.warm.yield_pages()
+        if not self.manager.extend(lease, tokens) and self.ahead.queue.holding:
+            self.ahead.queue.yield_pages()
         return self.manager.extend(lease, tokens)
 
     def _forward(self, work: Sequences[Work]) -> torch.Tensor:
@@ -294,24 +282,6 @@ class Stepper:
             self._complete_if_done(job)
         elif job.answer.broken:
             self.cancel(job.key)
-
-    def _ahead(self) -> bool:
-        """Computes a chunk of a prompt that nobody has sent yet; False where there is none."""
-        share = self.warm.next(self._hooks.clock())
-        if share is None:
-            return False
-        lease = self.warm.open(share.task, self._fetch)
-        if lease is None:
-            return True
-        rows = min(share.rows, share.task.missing)
-        if not self.manager.extend(lease, lease.length + rows):
-            self.warm.end(share.task)
-            return True
-        self.cache.apply()
-        self._runner.forward(build_batch([Rows(share.task.ask.ids, lease, rows)], self._runner.device), self._tensors)
-        self.warm.advanced(share.task, lease, rows)
-        record(self.telemetry, self.cache, self.warm)
-        return True
 
     def _begin(self, job: Job, lease: Lease | None) -> None:
         """Tells the client that its request runs, and what it gets before the first new token."""
@@ -373,9 +343,6 @@ class Stepper:
             self._sessions.paused(sequence.owner, sequence.tokens[: sequence.lease.length], tools)
         self._seats.leave(sequence)
 
-    def _fetch(self, tenant: str, ids: Sequences[int]) -> Fetch | None:
-        return self.cache.fetch(tenant, ids, self._seats.prefill_rate, self._hooks.wake)
-
     def _job(self, sequence: Sequence) -> Job:
         return self._jobs[sequence.order.arrival]
 
@@ -387,7 +354,7 @@ class Stepper:
         self.telemetry.count(names.DECODE_ROWS, rows - chunks)
         if chunks and seconds > 0:
             self.telemetry.set(names.PREFILL_RATE, chunks / seconds)
-        record(self.telemetry, self.cache, self.warm)
+        record(self.telemetry, self.cache, self.ahead.queue)
         if self._runner.profile == "reference":
             return
         if rows < MIN_PREFILL_ROWS:

@@ -151,10 +151,14 @@ class WarmQueue:
         if task is not None and ask.ids[: task.reached] != task.ask.ids[: task.reached]:
             self._judge(task, ())
             self._let_go(task)
+            task.ask.done()
             task = None
         if task is None:
             task = WarmTask(ask, now)
-        task.ask, task.until = ask, max(now, ask.due if ask.due < math.inf else now) + HOLD_S
+        else:
+            task.ask.done()
+        task.ask = ask
+        task.until = max(now, ask.due if ask.due < math.inf else now) + HOLD_S if ask.hold else math.inf
         self._tasks[ask.owner] = task
         if len(self._tasks) > MAX_TASKS:
             self.end(next(iter(self._tasks.values())))
@@ -230,7 +234,7 @@ class WarmQueue:
                 self.end(self._tasks[owner])
 
     def clear(self) -> None:
-        """Ends everything without touching the cache, which is about to be emptied."""
+        """Ends everything without touching the cache, which is about to be emptied or closed."""
         for task in self._tasks.values():
             task.ask.done()
         self._tasks.clear()

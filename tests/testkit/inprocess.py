@@ -62,7 +62,7 @@ def settle(engine: MagnitudeEngine) -> None:
     assert running is not None
     running._predictor.wait()
     engine.inspect()
-    warm = running._stepper.warm
+    warm = running._stepper.ahead.queue
     wait_until(lambda: not any(task.missing for task in list(warm._tasks.values())))
 
 

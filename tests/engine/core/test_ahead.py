@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_pages_for_the_expected_result_are_reserved(model: LoadedModel) -> None:
     first_step(engine, model)
     engine._predictor.wait()
     drain(engine)
-    (task,) = engine._stepper.warm._tasks.values()
+    (task,) = engine._stepper.ahead.queue._tasks.values()
     assert task.lease is not None
     assert len(task.lease.pages) * 16 >= task.lease.length + 160
 
@@ -182,7 +183,7 @@ def test_a_session_that_ended_is_forgotten(model: LoadedModel) -> None:
     engine.tool_event(output_event(answer, OUTPUT))
     settle(engine)
     assert counter(engine, names.WARM_ROWS) == 0
-    assert len(engine._stepper.warm) == 0
+    assert len(engine._stepper.ahead.queue) == 0
 
 
 def test_a_failed_step_drops_what_was_computed_ahead(model: LoadedModel) -> None:
@@ -192,7 +193,7 @@ def test_a_failed_step_drops_what_was_computed_ahead(model: LoadedModel) -> None
     engine._stepper.fail_running(EngineError("broken"))
     engine.check_integrity()
     assert engine.status().pages_free == 96
-    assert len(engine._stepper.warm) == 0
+    assert len(engine._stepper.ahead.queue) == 0
 
 
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
@@ -208,7 +209,7 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
 
 def test_an_ask_that_does_not_go_on_replaces_the_one_before(model: LoadedModel) -> None:
     engine = new_engine(model)
-    warm = engine._stepper.warm
+    warm = engine._stepper.ahead.queue
     owner = SessionKey("t", "s", "main")
     warm.ask(WarmAsk(owner, tuple(range(3, 90))), engine._clock())
     engine.step()
@@ -233,15 +234,15 @@ def test_what_a_session_needs_from_disk_is_read_before_its_tool_ends(model: Load
         pass
     stepper = engine._stepper
     assert stepper.cache.tiers.flush(10.0)
-    stepper.warm.yield_pages()
+    stepper.ahead.queue.yield_pages()
     stepper.manager.evict(64)
     stranger = generate("Somebody else writes a long answer meanwhile.", max_tokens=200)
     (recorder,) = submit(engine, stranger)
     engine.step()
-    assert not stepper.warm.reading
+    assert not stepper.ahead.queue.reading
     clock.advance(19.0)
     engine.step()
-    (task,) = stepper.warm._tasks.values()
+    (task,) = stepper.ahead.queue._tasks.values()
     assert task.fetch is not None
     request = next_step(answer)
     (step,) = run(engine, request)
@@ -249,3 +250,15 @@ def test_what_a_session_needs_from_disk_is_read_before_its_tool_ends(model: Load
     assert step.usage.cached_disk_tokens >= 512
     assert step.ids() == alone(model, request).ids()
     engine.close()
+
+
+def test_whoever_waits_for_a_registration_is_told_however_it_ends(model: LoadedModel) -> None:
+    engine = new_engine(model)
+    told: list[str] = []
+    for name in ("first", "second"):
+        engine.register(api.Register(tenant="t", tools=(TOOL,)), functools.partial(told.append, name))
+        engine._predictor.wait()
+        engine.step()
+    assert told == ["first"]
+    engine.close()
+    assert told == ["first", "second"]

@@ -70,7 +70,7 @@ def test_closing_twice_and_opening_at_once(model: LoadedModel, tmp_path: Path) -
 def test_prefill_ahead_gives_its_pages_up_before_anybody_loses_a_seat(model: LoadedModel) -> None:
     engine = tiered(model, pages=12)
     ahead = WarmAsk(SessionKey("t", "expected", "main"), tuple(range(40, 60)), reserve=60)
-    engine._stepper.warm.ask(ahead, time.monotonic())
+    engine._stepper.ahead.queue.ask(ahead, time.monotonic())
     while engine.step():
         pass
     assert engine._stepper.manager.available == 7
