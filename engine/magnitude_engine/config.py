@@ -31,6 +31,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     optimization_level: Annotated[OptimizationLevel, Meta(description="off computes every prompt anew")] = "balanced"
     context_length: Annotated[int, Meta(ge=16, description="shorten the model's context")] | None = None
     kv_memory_mb: Annotated[int, Meta(ge=1, description="memory for keys and values, MiB")] = 2048
+    kv_host_mb: Annotated[int, Meta(ge=0, description="host memory for pages off the device, MiB; 0: none")] = 0
+    kv_disk_mb: Annotated[int, Meta(ge=0, description="disk space for cached pages, MiB; 0: none")] = 0
+    kv_dir: Annotated[str, Meta(min_length=1, description="folder of the disk tier")] | None = None
     max_batch_size: Annotated[int, Meta(ge=1, le=1024, description="sequences decoded together")] = 32
     max_waiting: Annotated[int, Meta(ge=0, le=100_000, description="requests queued before 429")] = 256
     prefill_chunk: Annotated[int, Meta(ge=1, le=65_536, description="prompt tokens computed per step")] = 256
@@ -76,9 +79,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         model: a pulled name, a GGUF file or a model folder; the variable MAGNITUDE_MODEL overrides it.
-        enable_hierarchical_cache: let cached pages move to slower memory, where the engine has such tiers.
-        max_parallel_branches: most hypotheses, or choices, that share one prompt.
-        optimization_level: `off` computes every prompt anew; the others reuse what is cached.
+        enable_hierarchical_cache: keep cached pages in slower memory too, in the sizes that `MagnitudeEngine` is
+            given; on disk they outlive the process, in the user's data folder, readable by the user only.
+        max_parallel_branches: most open branches of a session.
+        optimization_level: `off` computes every prompt anew: nothing is kept between requests, in no tier, and nothing
+            is computed ahead. `balanced` reuses what is cached, uses the tiers, and computes registered tools, the
+            beginning of a session's next prompt and the output of running tools ahead, while nothing else runs.
+            `aggressive` selects the same as `balanced`.
     """
 
     model: str = "smollm2"
@@ -97,6 +104,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"optimization_level must be 'off', 'balanced' or 'aggressive', not {self.optimization_level!r}",
                 param="optimization_level",
+            )
+        if not isinstance(self.enable_hierarchical_cache, bool):
+            raise ConfigError(
+                f"enable_hierarchical_cache must be True or False, not {self.enable_hierarchical_cache!r}",
+                param="enable_hierarchical_cache",
             )
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a name or a path, not {self.model!r}", param="model")

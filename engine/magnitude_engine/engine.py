@@ -1,7 +1,7 @@
 """The engine: takes requests from any thread and answers them on its own.
 
 `Engine` is the outside: tokenising and checking on the caller's thread, an inbox, the thread, and what happens
-when a step raises. The step itself is in `stepper.py`.
+when a step raises. The step itself is in `stepper.py`; what is computed ahead of requests comes from `predict.py`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from collections.abc import Callable
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.answer import Answer, Sink
+from magnitude_engine.build import open_cache
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, WorkerLost
-from magnitude_engine.inbox import Inbox, Job, JobKey
+from magnitude_engine.inbox import Ahead, Inbox, Job, JobKey, Question
 from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.predict import Predictor, Settled
 from magnitude_engine.request import RequestLimits, Sequence, prepare
 from magnitude_engine.scheduler import retry_after
-from magnitude_engine.stepper import Stepper
+from magnitude_engine.stepper import Hooks, Stepper
 
 MAX_STEP_FAILURES = 3
 IDLE_CHECK_S = 1.0
-# A million tokens; more would only slow the page accounts down.
-MAX_PAGES = 1 << 16
+READING_CHECK_S = 0.1
+# A disk that takes no more is asked again.
+SAVING_CHECK_S = 0.25
 
 
 class Engine:
@@ -49,15 +52,18 @@ class Engine:
         pages: int | None = None,
         incarnation: str = "",
     ) -> None:
-        pages = pages or pages_in(config.kv_memory_mb, model)
+        tensors, cache = open_cache(model, config, pages, clock)
+        context = min(model.card.context_length, cache.manager.total * PAGE_TOKENS)
         self.card = model.card
         self.incarnation = incarnation
         self._model = model
         self._config = config
         self._clock = clock
         self._inbox = Inbox()
-        self._stepper = Stepper(model, config, pages, clock, lambda job: self._inbox.ended(job.key))
-        self._limits = RequestLimits(min(model.card.context_length, pages * PAGE_TOKENS), config.max_n)
+        hooks = Hooks(clock, lambda job: self._inbox.ended(job.key), self._answered, self._inbox.wake)
+        self._stepper = Stepper(model.runner, tensors, cache, config, hooks)
+        self._predictor = Predictor(model.prompts, context, self._settled)
+        self._limits = RequestLimits(context, config.max_n)
         self._arrivals = itertools.count()
         self._failures = 0
         self._thread: threading.Thread | None = None
@@ -81,6 +87,23 @@ class Engine:
     def cancel(self, request: str, epoch: int) -> None:
         """Stops a request within one step; nothing more is sent for it. Unknown requests are ignored."""
         self._inbox.cancel(JobKey(request, epoch))
+
+    def tool_event(self, event: api.ToolEvent) -> None:
+        """Takes in what a tool of a session does; its output is computed ahead as it comes."""
+        self._predictor.tool_event(event)
+
+    def register(self, register: api.Register, done: Callable[[], None] = lambda: None) -> None:
+        """Has what every prompt with these tools begins with computed ahead; `done` is called when that has ended."""
+        self._predictor.register(register, done)
+
+    def end_session(self, end: api.EndSession) -> None:
+        """Takes in that nothing more comes of a session or a branch."""
+        self._predictor.forget(end.tenant, end.session, end.branch)
+        self._inbox.post(end)
+
+    def inspect(self, answer: Callable[[api.CacheReport], None]) -> None:
+        """Calls `answer`, on the engine's thread, with what the cache holds between two steps."""
+        self._inbox.post(Question(answer))
 
     def status(self) -> api.Status:
         """Returns the present state; `pages_free` counts retained pages too, since they are given up on demand."""
@@ -110,13 +133,24 @@ class Engine:
         self._inbox.close()
         if self._thread is not None:
             self._thread.join()
+        self._predictor.close()
         self._take_mail()
         self._stepper.fail_all(WorkerLost("the worker stopped before the answer was complete; send the request again"))
+        self._stepper.close()
 
     def step(self) -> bool:
         """Takes in what was asked and runs one step; False when there was nothing to compute."""
         self._take_mail()
         return self._stepper.step()
+
+    @property
+    def reading(self) -> bool:
+        """Whether `step` has nothing to do until blocks were read from disk."""
+        return self._stepper.reading
+
+    def tidy(self) -> bool:
+        """To be called when `step` has nothing to do: writes pages back to disk; False when that is done."""
+        return self._stepper.tidy()
 
     def check_integrity(self) -> None:
         """Checks the page accounts; to be called on the thread that steps, between steps.
@@ -128,10 +162,27 @@ class Engine:
 
     def _take_mail(self) -> None:
         for item in self._inbox.take():
-            if isinstance(item, Job):
-                self._stepper.enter(item)
-            else:
-                self._stepper.cancel(item)
+            match item:
+                case Job():
+                    self._stepper.enter(item)
+                case Ahead():
+                    self._stepper.ahead.ask(item, self._clock())
+                case api.EndSession():
+                    self._stepper.end_session(item)
+                case Question():
+                    item.answer(self._stepper.report())
+                case JobKey():
+                    self._stepper.cancel(item)
+
+    def _answered(self, sequence: Sequence) -> None:
+        """A step has ended: what its session sends next may be computed ahead."""
+        prepared = sequence.prepared
+        wanted = self._config.optimization_level != "off" and prepared.generate.preferences.predictive_caching
+        if wanted and prepared.chat is not None:
+            self._predictor.answered(sequence.owner, prepared.chat, sequence.answer)
+
+    def _settled(self, settled: Settled, done: Callable[[], None]) -> None:
+        self._inbox.post(Ahead(settled, done))
 
     def _check_room(self) -> None:
         waiting = self._stepper.waiting + self._inbox.waiting
@@ -154,6 +205,12 @@ class Engine:
             try:
                 if self.step():
                     self._failures = 0
+                elif self.reading:
+                    self._inbox.wait(READING_CHECK_S)
+                elif self.tidy():
+                    continue
+                elif self._stepper.cache.unsaved:
+                    self._inbox.wait(SAVING_CHECK_S)
                 elif not self._inbox.wait(IDLE_CHECK_S):
                     self._stepper.check_integrity()
                     self._inbox.wait(None)
@@ -174,10 +231,3 @@ class Engine:
         self._stepper.fail_all(WorkerLost("the worker gave up after repeated failures; send the request again"))
         self._on_fatal()
         return False
-
-
-def pages_in(megabytes: int, model: LoadedModel) -> int:
-    """Returns how many cache pages fit into `megabytes` MiB, at least one and at most `MAX_PAGES`."""
-    shape, dtype = model.runner.shape, model.runner.cache_dtype
-    page_bytes = 2 * shape.layers * PAGE_TOKENS * shape.kv_heads * shape.head_dim * dtype.itemsize
-    return min(MAX_PAGES, max(1, megabytes * 1024 * 1024 // page_bytes))

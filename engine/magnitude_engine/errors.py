@@ -8,7 +8,9 @@ MagnitudeError
 │   └── ModelDoesNotFit      needs more memory than there is; says both
 ├── RequestError             this request cannot be answered as asked (HTTP 400); names the field
 │   ├── ContextTooLong       prompt and output exceed the context; says both numbers
-│   └── FeatureUnsupported   a known field the engine does not serve; another route may
+│   ├── FeatureUnsupported   a known field the engine does not serve; another route may
+│   ├── BranchLimit          more branches of a session than it may have
+│   └── BranchEnded          the branch was pruned or selected
 ├── EngineError              the engine could not answer; the request itself was fine
 │   ├── Overloaded           the queue is full (HTTP 429 with Retry-After)
 │   ├── NumericFailure       the model produced non-finite numbers for this request
@@ -85,6 +87,18 @@ class FeatureUnsupported(RequestError):
     """A known field that the engine does not serve."""
 
     code = "unsupported_feature"
+
+
+class BranchLimit(RequestError):
+    """More branches of a session than it may have; says all numbers."""
+
+    code = "branch_limit_exceeded"
+
+
+class BranchEnded(RequestError):
+    """The branch was pruned or selected; nothing more comes of it."""
+
+    code = "branch_ended"
 
 
 class EngineError(MagnitudeError):

@@ -1,14 +1,18 @@
-"""What other threads ask of the engine's thread: new jobs and cancellations, in the order they came."""
+"""What other threads ask of the engine's thread, in the order in which it came."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from magnitude_engine import api
 from magnitude_engine.answer import Answer
 from magnitude_engine.errors import RequestError, WorkerLost
+from magnitude_engine.kv.lease import Lease
+from magnitude_engine.predict import Settled
 from magnitude_engine.request import PreparedRequest, Sequence
 
 
@@ -17,6 +21,29 @@ class JobKey(NamedTuple):
 
     request: str
     epoch: int
+
+
+class Cached(NamedTuple):
+    """Prompt tokens that were found in the cache, and those of them that came from lower tiers."""
+
+    tokens: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+NOT_CACHED = Cached()
+
+
+def cached_prompt(lease: Lease, prompt: int) -> Cached:
+    """Returns what of a prompt's `prompt` tokens a new lease found.
+
+    Of a resumed answer, generated tokens may be cached too; they come behind the prompt and are not counted.
+    """
+    tokens = min(lease.reused, prompt)
+    # What came from below is always behind what was on the device.
+    below = max(0, tokens - (lease.reused - lease.from_host - lease.from_disk))
+    disk = min(lease.from_disk, below)
+    return Cached(tokens, min(lease.from_host, below - disk), disk)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +62,30 @@ class Job:
     sequences: tuple[Sequence, ...]
     arrived: float
     started: bool = False
-    cached: int = 0
+    cached: Cached = NOT_CACHED
 
     @property
     def key(self) -> JobKey:
         """How cancellations name it."""
         return JobKey(self.prepared.generate.request, self.prepared.generate.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Somebody wants to know what is in the cache; `answer` is called on the engine's thread."""
+
+    answer: Callable[[api.CacheReport], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A prompt's beginning to compute ahead; `done` is called when it is computed, or will not be."""
+
+    settled: Settled
+    done: Callable[[], None]
+
+
+Mail = Job | JobKey | Question | Ahead | api.EndSession
 
 
 class Inbox:
@@ -52,9 +97,10 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._mail: deque[Job | JobKey] = deque()
+        self._mail: deque[Mail] = deque()
         self._open: set[JobKey] = set()
         self._jobs_waiting = 0
+        self._woken = False
         self._refusal: WorkerLost | None = None
         self.closed = False
 
@@ -87,18 +133,31 @@ class Inbox:
                 self._mail.append(key)
                 self._changed.notify_all()
 
-    def take(self) -> list[Job | JobKey]:
-        """Returns all new jobs and cancellations."""
+    def post(self, mail: Question | Ahead | api.EndSession) -> None:
+        """Hands over what has no answer to wait for."""
+        with self._changed:
+            self._mail.append(mail)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Ends the reader's wait: something else than mail has changed."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def take(self) -> list[Mail]:
+        """Returns all mail, in the order in which it came."""
         with self._changed:
             mail = list(self._mail)
             self._mail.clear()
             self._jobs_waiting = 0
+            self._woken = False
             return mail
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits until there is mail or the inbox is closed; False when the time ran out."""
+        """Waits until there is mail, somebody wakes the reader, or the inbox is closed; False when the time ran out."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._mail) or self.closed, timeout_s)
+            return self._changed.wait_for(lambda: bool(self._mail) or self._woken or self.closed, timeout_s)
 
     def ended(self, key: JobKey) -> None:
         """Notes that a job has had its last event."""

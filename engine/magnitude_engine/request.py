@@ -17,7 +17,8 @@ from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
 from magnitude_engine.decode.tools import ToolCallParser
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestError
-from magnitude_engine.kv.manager import CacheKey, Lease
+from magnitude_engine.kv.lease import CacheKey, Lease
+from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.model.tokenizer import Tokenizer
 from magnitude_engine.scheduler import Order
@@ -190,6 +191,8 @@ class Sequence:
         self._logprobs: deque[api.TokenLogprob] = deque()
         resume = next((r for r in generate.resume if r.choice == choice), api.Resume(choice=choice))
         self._skip = resume.chars
+        self._said: list[str] = []
+        self._calls: dict[int, api.ToolCall] = {}
         self._known = deque(resume.ids)
         opening = self._visible(prepared.echo)
         # With log-probabilities the known tokens are computed anew, so that those of held-back tokens are there.
@@ -200,9 +203,20 @@ class Sequence:
             self.finish = Finish("length")
 
     @property
+    def owner(self) -> SessionKey:
+        """The session that it belongs to."""
+        return self.prepared.cache_key(self.choice).owner
+
+    @property
     def missing(self) -> int:
         """Tokens whose keys and values are not in the cache."""
         return len(self.tokens) - (self.lease.length if self.lease else 0)
+
+    @property
+    def answer(self) -> api.Message:
+        """What it has said so far, in the form in which a client repeats it in its next request."""
+        calls = tuple(self._calls[index] for index in sorted(self._calls))
+        return api.Message(role="assistant", content="".join(self._said), tool_calls=calls)
 
     def accept(self, drawn: Drawn) -> Emission | None:
         """Appends the drawn token; returns what the client sees of it, None for one that it has already."""
@@ -235,6 +249,7 @@ class Sequence:
     def _show(self, shown: Emission, released: Released) -> Emission:
         """Adds what the text stream released to `shown`."""
         text, calls = (released.text, ()) if self._tools is None else self._tools.push(released.text)
+        self._keep(text, calls)
         count = min(released.tokens, len(self._logprobs))
         return Emission(
             ids=shown.ids,
@@ -251,11 +266,22 @@ class Sequence:
             finish = Finish("stop", released.stopped)
         if self._tools is not None:
             text, calls = self._tools.finish()
+            self._keep(text, calls)
             shown = shown._replace(text=shown.text + self._visible(text), tool_calls=shown.tool_calls + calls)
             if self._tools.called and finish.reason == "stop":
                 finish = finish._replace(reason="tool_calls")
         self.finish = finish
         return shown
+
+    def _keep(self, text: str, calls: tuple[api.ToolCallDelta, ...]) -> None:
+        self._said.append(text)
+        for piece in calls:
+            before = self._calls.get(piece.index, api.ToolCall(id="", name="", arguments=""))
+            self._calls[piece.index] = api.ToolCall(
+                id=piece.id or before.id,
+                name=piece.name or before.name,
+                arguments=before.arguments + piece.arguments,
+            )
 
     def _visible(self, text: str) -> str:
         """Returns what of `text` the client does not have yet."""

@@ -1,9 +1,9 @@
 """Serves the engine on a unix socket, in the frames of `api.py`.
 
-Per connection: `Hello` is answered with `Welcome`; then `Generate`, `Cancel` and `Probe` may come in any order.
-`Status` is pushed to every connection and answers a `Probe`, also while a step runs, since steps have their own
-thread. A connection that breaks the protocol is closed, and so is one that does not read what it is sent; the
-requests of a closed connection are cancelled; other connections do not notice.
+Per connection: `Hello` is answered with `Welcome`; then all other commands may come in any order. `Status` is pushed
+to every connection and answers a `Probe`, also while a step runs, since steps have their own thread. A connection
+that breaks the protocol is closed, and so is one that does not read what it is sent; the requests of a closed
+connection are cancelled; other connections do not notice.
 """
 
 from __future__ import annotations
@@ -166,8 +166,20 @@ class _Connection:
                 self._engine.cancel(command.request, command.epoch)
             case api.Probe():
                 self._send(self._engine.status())
+            case api.ToolEvent():
+                self._engine.tool_event(command)
+            case api.Register():
+                self._engine.register(command)
+            case api.EndSession():
+                self._engine.end_session(command)
+            case api.Inspect():
+                self._engine.inspect(self._report)
             case api.Hello():
                 raise ValueError("a second hello")
+
+    def _report(self, report: api.CacheReport) -> None:
+        """Called on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._send, report)
 
     def _generate(self, generate: api.Generate) -> None:
         key = JobKey(generate.request, generate.epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
@@ -9,41 +10,51 @@ import torch
 
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.decode.sample import RowSpec
-from magnitude_engine.kv.manager import Lease
+from magnitude_engine.kv.lease import Lease
 from magnitude_engine.model.batch import SequenceRows, StepBatch
 from magnitude_engine.request import Sequence
 
 
-class Work(NamedTuple):
-    """`rows` tokens of a sequence, computed in this step after the `lease.length` that are in the cache.
+class Rows(NamedTuple):
+    """`rows` tokens of `tokens`, computed in this step after the `lease.length` that are in the cache.
 
-    The lease has pages for them; it is carried along because the sequence may lose its own before the step ends.
+    Attributes:
+        lease: has pages for them.
+        wanted: whether the logits of the last one are.
     """
+
+    tokens: Sequences[int]
+    lease: Lease
+    rows: int
+    wanted: bool = False
+
+
+class Work(NamedTuple):
+    """Rows of a sequence that runs; its lease is carried along because it may lose it before the step ends."""
 
     sequence: Sequence
     lease: Lease
     rows: int
 
-    @property
-    def draws(self) -> bool:
-        """Whether the step reaches the sequence's last token, so that its next one can be drawn."""
-        return self.rows == self.sequence.missing
+    def share(self) -> Rows:
+        """Returns what the model computes; the next token can be drawn where the sequence's last one is reached."""
+        return Rows(self.sequence.tokens, self.lease, self.rows, self.rows == self.sequence.missing)
 
 
-def build_batch(work: Sequences[Work], device: torch.device) -> StepBatch:
-    """Returns the forward pass for `work`; logits are wanted for the last row of each sequence that draws."""
+def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
+    """Returns the forward pass for `shares`."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     spans: list[SequenceRows] = []
     logit_rows: list[int] = []
-    for sequence, lease, rows in work:
+    for tokens, lease, rows, wanted in shares:
         first, last = lease.length, lease.length + rows
         spans.append(SequenceRows(start=len(ids), count=rows, context=last, pages=tuple(lease.pages)))
-        ids += sequence.tokens[first:last]
+        ids += tokens[first:last]
         positions += range(first, last)
         slots += [lease.pages[p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS for p in range(first, last)]
-        if last == len(sequence.tokens):
+        if wanted:
             logit_rows.append(len(ids) - 1)
 
     def column(values: list[int]) -> torch.Tensor:

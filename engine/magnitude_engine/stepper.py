@@ -1,10 +1,11 @@
 """The step: one forward pass for everything that runs, readable in one file.
 
-    admit     seats are given and taken away (scheduler.plan_seats); a seat means a lease on the cache
-    plan      rows per sequence (scheduler.plan_rows), pages for them, one batch (step.build_batch)
+    admit     seats are given and taken away (seats.py, scheduler.py); a seat means a lease on the cache
+    plan      rows per sequence, pages for them, one batch (step.build_batch)
     forward   the model computes the batch; keys and values land in the pages
     sample    one token for each sequence whose last known token was computed; choices of one prompt fork here
     commit    tokens become events; what ended is retained for the tenant's later requests
+    ahead     where nobody runs or waits, prompts that sessions will probably send are computed (warm.py)
 
 Prefill, decoding, resuming and recomputing after preemption are the same thing: a sequence has known tokens, some
 of them are in the cache, the step computes more of them, and when none is missing the next token is drawn. The
@@ -15,45 +16,55 @@ Single-threaded: whoever calls `step` calls everything here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
 
 import torch
 
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
+from magnitude_engine.ahead import PrefillAhead
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
-from magnitude_engine.inbox import Job, JobKey
-from magnitude_engine.kv.manager import CacheManager, pages_for
+from magnitude_engine.gauges import record
+from magnitude_engine.inbox import Job, JobKey, cached_prompt
+from magnitude_engine.kv.cache import PagedCache
+from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
-from magnitude_engine.kv.tensors import apply_page_ops
-from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.model.batch import KeyValueCache
+from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Emission, Sequence
-from magnitude_engine.scheduler import (
-    MIN_PREFILL_ROWS,
-    SMOOTHING,
-    Measured,
-    Order,
-    Running,
-    Snapshot,
-    Waiting,
-    plan_rows,
-    plan_seats,
-    row_budget,
-    smooth,
-)
+from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, decode_cost, row_budget, smooth
+from magnitude_engine.seats import Seats
+from magnitude_engine.session_log import SessionLog
 from magnitude_engine.step import Work, build_batch, row_spec
+
+# Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
+SAVES_PER_STEP = 2
+SAVES_IDLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Whom the stepper tells what happens.
+
+    Attributes:
+        clock: seconds, monotonic.
+        ended: called with each job that has had its last event.
+        answered: called with each first choice that ended in full, for what follows it.
+        wake: called on another thread when `step` should be called again.
+    """
+
+    clock: Callable[[], float]
+    ended: Callable[[Job], None]
+    answered: Callable[[Sequence], None]
+    wake: Callable[[], None]
 
 
 class Stepper:
     """The jobs that were entered, their sequences, and the cache that they run in.
-
-    Args:
-        pages: size of the cache.
-        clock: seconds, monotonic.
-        ended: called with each job that has had its last event.
 
     Attributes:
         steps: how many steps were computed.
@@ -61,63 +72,74 @@ class Stepper:
     """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        config: EngineConfig,
-        pages: int,
-        clock: Callable[[], float],
-        ended: Callable[[Job], None],
+        self, runner: Runner, tensors: KeyValueCache, cache: PagedCache, config: EngineConfig, hooks: Hooks
     ) -> None:
         self.steps = 0
         self.request_seconds = 1.0
         self.telemetry = names.WorkerTelemetry()
-        self.manager = CacheManager(pages, reuse=config.optimization_level != "off")
-        self._runner = model.runner
-        self._cache = model.runner.allocate_cache(pages)
+        self.cache = cache
+        self.manager = cache.manager
+        self._runner = runner
+        self._tensors = tensors
         self._config = config
-        self._clock = clock
-        self._ended = ended
+        self._hooks = hooks
+        self._sessions = SessionLog(cache, hooks.clock)
+        self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
+        self.ahead = PrefillAhead(runner, tensors, cache, self._seats)
         self._jobs: dict[int, Job] = {}
-        self._running: list[Sequence] = []
-        self._waiting: list[Sequence] = []
         self._few: Measured | None = None
         self._many: Measured | None = None
 
     @property
     def running(self) -> int:
         """Sequences that hold pages."""
-        return len(self._running)
+        return len(self._seats.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a seat; choices that will be forked from another's prompt do not count."""
-        return len(self._waiting)
+        return len(self._seats.waiting)
+
+    @property
+    def reading(self) -> bool:
+        """Whether blocks are being read for a sequence that waits."""
+        return self._seats.reading or self.ahead.queue.reading
 
     def step(self) -> bool:
         """Runs one step; False when there is nothing to compute."""
-        began = self._clock()
+        began = self._hooks.clock()
+        self.ahead.read(began)
         self._admit()
         work = self._plan()
         if not work:
-            return False
+            return not self.waiting and self._compute_ahead(began)
         logits = self._forward(work)
         for sequence, drawn in self._sample(work, logits):
             self._commit(sequence, drawn)
-        self._measure(work, self._clock() - began)
+        self._measure(work, self._hooks.clock() - began)
+        self.cache.save(SAVES_PER_STEP)
         return True
+
+    def tidy(self) -> bool:
+        """To be called when idle: writes pages back to disk and prepares the model for such steps; False when done."""
+        more = self.cache.save(SAVES_IDLE)
+        record(self.telemetry, self.cache, self.ahead.queue)
+        return more or self._runner.recapture()
 
     def enter(self, job: Job) -> None:
         """Takes a job in; its choices wait for a seat."""
         alive = [s for s in job.sequences if s.finish is None]
         self._jobs[job.sequences[0].order.arrival] = job
+        prepared = job.prepared
+        fetch = self.ahead.queue.take(job.sequences[0].owner, prepared.prompt)
         if not alive:
-            self._begin(job, 0)
+            self._begin(job, None)
             self._complete_if_done(job)
-        elif job.prepared.generate.resume:
-            self._waiting += alive
+        elif prepared.generate.resume:
+            self._seats.enter(alive, fetch)
         else:
             alive[0].width = len(alive)
-            self._waiting.append(alive[0])
+            self._seats.enter(alive[:1], fetch)
 
     def cancel(self, key: JobKey) -> None:
         """Ends a job without a further event; what it computed is retained."""
@@ -126,11 +148,21 @@ class Stepper:
             self.telemetry.count(names.REQUESTS_CANCELLED)
             self._drop(job)
 
+    def end_session(self, end: api.EndSession) -> None:
+        """Nothing more comes of a session, or of one branch: its pages are the first to go."""
+        self._sessions.ended(end.tenant, end.session, end.branch)
+        self.ahead.queue.forget(end.tenant, end.session, end.branch)
+
+    def report(self) -> api.CacheReport:
+        """Returns what the cache holds."""
+        cached = self.telemetry.value(names.CACHED_TOKENS)
+        lower = self.telemetry.value(names.CACHED_HOST_TOKENS) + self.telemetry.value(names.CACHED_DISK_TOKENS)
+        return self.cache.report(round(cached - lower), self._hooks.clock())
+
     def fail_running(self, error: MagnitudeError) -> None:
         """Ends all jobs that hold pages, and forgets the whole cache, since its contents are in doubt."""
-        running, self._running = self._running, []
-        for sequence in running:
-            sequence.lease = None
+        running = self._seats.clear()
+        self.ahead.queue.clear()
         self.manager.reset()
         for arrival in {s.order.arrival for s in running}:
             self._fail(self._jobs[arrival], error)
@@ -140,6 +172,11 @@ class Stepper:
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
+    def close(self) -> None:
+        """Gives up what is computed ahead, and closes the cache."""
+        self.ahead.queue.clear()
+        self.cache.close()
+
     def check_integrity(self) -> None:
         """To be called when idle: counts all pages, and starts with an empty cache where the accounts are wrong."""
         try:
@@ -147,74 +184,64 @@ class Stepper:
         except IntegrityError as error:
             self.telemetry.count(names.INTEGRITY_FAILURES)
             names.worker_log.error("the page accounts were wrong and the cache was emptied: %s", error)
+            self.ahead.queue.clear()
             self.manager.reset()
 
     def _admit(self) -> None:
-        """Gives and takes seats."""
-        waiting = tuple(
-            Waiting(s.order, len(s.tokens), s.width, s.prepared.generate.preferences.max_batch_size)
-            for s in self._waiting
-        )
-        snapshot = Snapshot(tuple(self._views()), waiting, self.manager.available, self._config.max_batch_size)
-        seats = plan_seats(snapshot)
-        for sequence in _named(self._running, seats.preempt):
-            self.telemetry.count(names.PREEMPTIONS)
-            self._retire(sequence)
-            self._waiting.append(sequence)
-        for sequence in _named(self._waiting, seats.admit):
-            self._seat(sequence)
-
-    def _views(self) -> list[Running]:
-        """Returns what the scheduler sees of the running sequences."""
-        missing = [pages_for(len(s.tokens)) - len(s.lease.pages) for s in self._running if s.lease]
-        short = sum(missing) > self.manager.available
-        return [
-            Running(
-                order=s.order,
-                tokens=len(s.tokens),
-                computed=len(s.tokens) - s.missing,
-                held=len(s.lease.pages) if s.lease else 0,
-                recoverable=self.manager.recoverable(s.lease) if short and s.lease else 0,
-                width=s.width,
-                batch_limit=s.prepared.generate.preferences.max_batch_size,
-            )
-            for s in self._running
-        ]
-
-    def _seat(self, sequence: Sequence) -> None:
-        """Gives a waiting sequence a lease on what is cached of its tokens."""
-        job = self._job(sequence)
-        sequence.lease = self.manager.acquire(job.prepared.cache_key(sequence.choice), sequence.tokens)
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
-        if not job.started:
-            # Of a resumed answer's tokens, some that were generated may be cached too; they are not the prompt's.
-            self._begin(job, min(sequence.lease.reused, len(job.prepared.prompt)))
+        """Gives and takes seats; prefill ahead makes way where pages are short."""
+        if self.ahead.queue.holding and self._seats.short:
+            self.ahead.queue.yield_pages()
+        admitted = self._seats.admit()
+        if self.waiting and not admitted and self.ahead.queue.holding:
+            self.ahead.queue.yield_pages()
+            admitted = self._seats.admit()
+        for sequence in admitted:
+            job = self._job(sequence)
+            if not job.started:
+                prompt = job.prepared.prompt
+                self._sessions.resumed(sequence.owner, prompt)
+                self._begin(job, sequence.lease)
 
     def _plan(self) -> list[Work]:
         """Returns what is computed in this step; leases have pages for it."""
         # The reference profile measures nothing, so that its steps are the same in every run.
-        budget = row_budget(self._few, self._many, self._config.prefill_chunk)
+        running = self._seats.running
+        alone = running[0].missing if len(running) == 1 and not self.waiting else 0
+        budget = row_budget(self._few, self._many, self._config.prefill_chunk, alone)
         self.telemetry.set(names.ROW_BUDGET, budget)
-        by_order = {s.order: s for s in self._running}
+        by_order = {s.order: s for s in running}
         work: list[Work] = []
-        for order, rows in plan_rows(self._views(), budget):
+        for order, rows in self._seats.plan(budget):
             sequence = by_order[order]
             lease = sequence.lease
-            if lease is not None and self.manager.extend(lease, lease.length + rows):
+            if lease is not None and self._extended(lease, lease.length + rows):
                 work.append(Work(sequence, lease, rows))
-        if self._running and not work:
+        if self.running and not work:
             raise EngineError("no running sequence could get pages, although one alone always fits")
         return work
 
+    def _compute_ahead(self, now: float) -> bool:
+        computed = self.ahead.step(now)
+        record(self.telemetry, self.cache, self.ahead.queue)
+        return computed
+
+    def _extended(self, lease: Lease, tokens: int) -> bool:
+        """Gives a lease pages, at the cost of prefill ahead where there are too few."""
+        if not self.manager.extend(lease, tokens) and self.ahead.queue.holding:
+            self.ahead.queue.yield_pages()
+        return self.manager.extend(lease, tokens)
+
     def _forward(self, work: Sequences[Work]) -> torch.Tensor:
         """Returns the logits of each sequence that has no token missing afterwards, in the order of `work`."""
-        apply_page_ops(self.manager.take_ops(), (*self._cache.keys, *self._cache.values))
-        output = self._runner.forward(build_batch(work, self._runner.device), self._cache)
+        self.cache.apply()
+        output = self._runner.forward(build_batch([w.share() for w in work], self._runner.device), self._tensors)
         for sequence, lease, rows in work:
             self.manager.advance(lease, rows)
             prompt = len(sequence.prepared.prompt)
-            if rows > 1 or lease.length <= prompt:
+            in_prompt = rows > 1 or lease.length <= prompt
+            self._seats.computed(sequence, rows, in_prompt)
+            if in_prompt:
+                self.manager.publish(lease, sequence.tokens)
                 self._job(sequence).answer.progress(min(lease.length, prompt), prompt)
         self.steps += 1
         return output.logits
@@ -227,29 +254,15 @@ class Stepper:
             if len(rows) > len(drawing):
                 logits = logits[[i for i, _ in rows]]
             drawn = draw(logits, [row_spec(choice) for _, choice in rows])
-        broken = {i for (i, _), each in zip(rows, drawn, strict=True) if not each.finite}
-        for i, sequence in enumerate(drawing):
-            if sequence.lease is not None and not sequence.output and i not in broken:
-                self.manager.publish(sequence.lease, sequence.tokens)
+        for sequence in drawing:
             if sequence.width > 1:
-                self._fork(sequence)
+                self._seats.fork(sequence, self._choices(sequence)[1:])
+                sequence.width = 1
         yield from zip((choice for _, choice in rows), drawn, strict=True)
 
     def _choices(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Returns the choices whose next token is drawn from this sequence's logits."""
         return (sequence,) if sequence.width == 1 else self._job(sequence).sequences
-
-    def _fork(self, root: Sequence) -> None:
-        """Gives the other choices leases on the root's prompt; those without a seat or a page wait."""
-        for sequence in self._choices(root)[1:]:
-            if root.lease is not None and self._seat_left():
-                sequence.lease = self.manager.fork(root.lease, sequence.choice)
-            (self._running if sequence.lease else self._waiting).append(sequence)
-        root.width = 1
-
-    def _seat_left(self) -> bool:
-        wishes = (s.prepared.generate.preferences.max_batch_size for s in self._running)
-        return len(self._running) < min([self._config.max_batch_size, *(w for w in wishes if w is not None)])
 
     def _commit(self, sequence: Sequence, drawn: Drawn) -> None:
         """Appends a drawn token to its sequence and tells the client."""
@@ -270,13 +283,17 @@ class Stepper:
         elif job.answer.broken:
             self.cancel(job.key)
 
-    def _begin(self, job: Job, cached: int) -> None:
+    def _begin(self, job: Job, lease: Lease | None) -> None:
         """Tells the client that its request runs, and what it gets before the first new token."""
         prompt = len(job.prepared.prompt)
-        job.started, job.cached = True, cached
+        job.started = True
+        if lease is not None:
+            job.cached = cached_prompt(lease, prompt)
         self.telemetry.count(names.PROMPT_TOKENS, prompt)
-        self.telemetry.count(names.CACHED_TOKENS, cached)
-        job.answer.started(prompt, cached)
+        self.telemetry.count(names.CACHED_TOKENS, job.cached.tokens)
+        self.telemetry.count(names.CACHED_HOST_TOKENS, job.cached.host)
+        self.telemetry.count(names.CACHED_DISK_TOKENS, job.cached.disk)
+        job.answer.started(prompt, job.cached.tokens)
         for sequence in job.sequences:
             if sequence.opening:
                 job.answer.delta(sequence.choice, Emission(text=sequence.opening))
@@ -289,21 +306,21 @@ class Stepper:
         usage = api.Usage(
             prompt_tokens=len(job.prepared.prompt),
             completion_tokens=sum(len(s.output) for s in job.sequences),
-            cached_tokens=job.cached,
+            cached_tokens=job.cached.tokens,
+            cached_host_tokens=job.cached.host,
+            cached_disk_tokens=job.cached.disk,
         )
         job.answer.completed(usage)
         self.telemetry.count(names.REQUESTS_COMPLETED)
-        self.request_seconds += SMOOTHING * (self._clock() - job.arrived - self.request_seconds)
+        self.request_seconds += SMOOTHING * (self._hooks.clock() - job.arrived - self.request_seconds)
         self._drop(job)
+        self._hooks.answered(job.sequences[0])
 
     def _fail_numeric(self, job: Job) -> None:
         """Ends a job whose logits are not finite; nothing that it computed, or started from, is found again."""
         self.telemetry.count(names.NUMERIC_FAILURES)
         for sequence in job.sequences:
-            if sequence.lease is not None:
-                self.manager.forget(sequence.lease)
-                self._running.remove(sequence)
-                sequence.lease = None
+            self._seats.leave(sequence, broken=True)
         message = "the model produced numbers that are not finite for this request; send it again"
         self._fail(job, NumericFailure(message))
 
@@ -317,20 +334,14 @@ class Stepper:
         for sequence in job.sequences:
             self._leave(sequence)
         del self._jobs[job.sequences[0].order.arrival]
-        self._ended(job)
+        self._hooks.ended(job)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is."""
-        self._retire(sequence)
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-
-    def _retire(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages and retains them."""
+        """Takes a sequence out, wherever it is; what it computed is retained."""
         if sequence.lease is not None:
-            self.manager.commit(sequence.lease, sequence.tokens)
-            sequence.lease = None
-            self._running.remove(sequence)
+            tools = tuple(call.name for call in sequence.answer.tool_calls)
+            self._sessions.paused(sequence.owner, sequence.tokens[: sequence.lease.length], tools)
+        self._seats.leave(sequence)
 
     def _job(self, sequence: Sequence) -> Job:
         return self._jobs[sequence.order.arrival]
@@ -341,18 +352,14 @@ class Stepper:
         self.telemetry.count(names.STEP_SECONDS_TOTAL, seconds)
         self.telemetry.count(names.PREFILL_ROWS, chunks)
         self.telemetry.count(names.DECODE_ROWS, rows - chunks)
-        self.telemetry.set(names.PAGES_EVICTED, self.manager.evicted_pages)
-        self.telemetry.set(names.PAGES_RETAINED, self.manager.retained)
         if chunks and seconds > 0:
             self.telemetry.set(names.PREFILL_RATE, chunks / seconds)
+        record(self.telemetry, self.cache, self.ahead.queue)
         if self._runner.profile == "reference":
             return
         if rows < MIN_PREFILL_ROWS:
             self._few = smooth(self._few, rows, seconds)
         else:
             self._many = smooth(self._many, rows, seconds)
-
-
-def _named(sequences: Iterable[Sequence], orders: Iterable[Order]) -> list[Sequence]:
-    wanted = set(orders)
-    return [s for s in sequences if s.order in wanted]
+            self._seats.service.decode_cost = decode_cost(self._few, self._many)
+            self._seats.prefill_rate = self._many.rows / self._many.seconds

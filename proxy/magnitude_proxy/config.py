@@ -16,6 +16,9 @@ from magnitude_engine.config import EngineConfig
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 WorkerMode = Literal["spawn", "attach", "none"]
 
+# What a worker that the proxy starts may keep on disk; an engine that somebody else starts keeps nothing unless told.
+KV_DISK_MB = 4096
+
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every group of settings."""

@@ -1,4 +1,4 @@
-"""`/health`, `/health/live`, `/health/ready`, `/v1/models` and the second listener's `/metrics`."""
+"""`/health`, `/health/live`, `/health/ready`, `/v1/models` and the second listener's `/metrics` and `/cache`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from magnitude_engine import api
-from magnitude_proxy.errors import ErrorDetail
+from magnitude_engine.errors import WorkerLost
+from magnitude_proxy.errors import ErrorDetail, NotFound, Unavailable
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.routing.policy import LOCAL
 from magnitude_proxy.surface import SURFACE, Surface
@@ -108,6 +109,17 @@ async def _found(surface: Surface) -> dict[str, tuple[str, ...]]:
 async def metrics(request: web.Request) -> web.Response:
     """All metrics in Prometheus text form."""
     return web.Response(body=request.app[SURFACE].telemetry.exposition(), headers={"Content-Type": METRICS_TYPE})
+
+
+async def cache(request: web.Request) -> web.Response:
+    """What the worker's cache holds, an `api.CacheReport`; 404 without a local worker, 503 while it cannot say."""
+    worker = request.app[SURFACE].worker
+    if worker is None:
+        raise NotFound("this server has no local worker, so no cache of its own: upstreams answer", code="no_worker")
+    try:
+        return _json(await worker.inspect())
+    except WorkerLost as lost:
+        raise Unavailable(lost.message, code=lost.code) from lost
 
 
 def is_ready(surface: Surface) -> bool:

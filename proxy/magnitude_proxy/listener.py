@@ -36,6 +36,7 @@ def admin_application(surface: Surface) -> web.Application:
     """Returns the application of the second listener."""
     app = _application(surface, admin=True)
     app.router.add_get("/metrics", health.metrics)
+    app.router.add_get("/cache", health.cache)
     return app
 
 

@@ -1,7 +1,7 @@
-"""The command `magnitude`: serve, pull, doctor, worker.
+"""The command `magnitude`: serve, pull, doctor, cache, worker.
 
-Exit status: 0 done, 1 `doctor` found that `serve` could not work, 2 something cannot be used as given (one line on
-stderr says what and what to do), 130 interrupted.
+Exit status: 0 done, 1 `doctor` found that `serve` could not work, 2 something cannot be used as given or a server does
+not answer (one line on stderr says what and what to do), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +25,13 @@ from magnitude_proxy.setup.progress import Bar
 from magnitude_proxy.setup.pull import KNOWN, KnownModel, ResolvedModel, known_model, model_file, pull, resolve_model
 
 ENGINE_MODULE = "magnitude_engine.main"
+ADMIN_URL = "http://127.0.0.1:8001"
+WIDTH_IN_PIPES = 120
+_CACHE = (
+    "Shows what the cache of a running server's worker holds: its tiers, which policy chooses what is evicted, the "
+    "sessions, and the cached prefixes as a tree. Of a long tree only the beginning is shown. Where the second "
+    "listener needs a key, the variable MAGNITUDE_API_KEY holds it."
+)
 _UNNAMED = EngineConfig(model_path="").model_name
 
 
@@ -36,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(words)
         if options.command == "pull":
             return _pull(options)
+        if options.command == "cache":
+            return _cache(options, os.environ)
         config = settings.load(options, os.environ)
         return _doctor(config, options.json) if options.command == "doctor" else _serve(config)
     except MagnitudeError as problem:
@@ -82,8 +92,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     settings.add_arguments(doctor)
+    _add_cache(commands.add_parser("cache", help="show what a running server's cache holds", description=_CACHE))
     commands.add_parser("worker", help=f"run only the worker: the options of python -m {ENGINE_MODULE}", add_help=False)
     return parser
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    words = f"second listener of the server [MAGNITUDE_ADMIN_URL, default {ADMIN_URL}]"
+    parser.add_argument("--admin-url", metavar="URL", help=words)
+    parser.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
+    parser.add_argument("--depth", type=int, metavar="LEVELS", help="show this many levels of the tree")
+    parser.add_argument("--all", action="store_true", help="show the whole tree and every session")
 
 
 def _serve(config: ProxyConfig) -> int:
@@ -134,6 +153,24 @@ def _doctor(config: ProxyConfig, as_json: bool) -> int:
     report = doctor.examine(config)
     sys.stdout.write(doctor.to_json(report) if as_json else doctor.to_table(report))
     return 0 if report.can_serve else 1
+
+
+def _cache(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from magnitude_proxy.cache import command, view
+
+    if options.depth is not None and options.depth < 1:
+        raise ConfigError(f"--depth {options.depth}: must be at least 1", param="depth")
+    url = options.admin_url or environ.get("MAGNITUDE_ADMIN_URL") or ADMIN_URL
+    report = command.fetch(url, environ.get("MAGNITUDE_API_KEY"))
+    if options.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+        return 0
+    limits = view.Limits() if options.all else view.SHORT
+    if options.depth is not None:
+        limits = limits._replace(depth=options.depth)
+    width = shutil.get_terminal_size((WIDTH_IN_PIPES, 0)).columns
+    sys.stdout.write(view.render(report, width, limits))
+    return 0
 
 
 def _worker(arguments: Sequence[str]) -> int:

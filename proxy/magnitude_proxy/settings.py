@@ -21,7 +21,7 @@ import msgspec
 from magnitude_engine.config import default_data_dir
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy.access import is_loopback, parse_key_file
-from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.config import KV_DISK_MB, ProxyConfig
 from magnitude_proxy.toml_places import place, refuse_unknown
 
 PREFIX = "MAGNITUDE_"
@@ -70,6 +70,9 @@ TABLE: tuple[Setting, ...] = (
     Setting("worker.engine.profile", "numeric profile; default: packed on CPU, native on GPU", "profile"),
     Setting("worker.engine.context_length", "shorten the model's context, tokens", "context-length"),
     Setting("worker.engine.kv_memory_mb", "memory for keys and values, MiB", "kv-memory-mb"),
+    Setting("worker.engine.kv_host_mb", "host memory for pages that left the device, MiB; 0: none", "kv-host-mb"),
+    Setting("worker.engine.kv_disk_mb", "disk space for pages kept over restarts, MiB; 0: none", "kv-disk-mb"),
+    Setting("worker.engine.kv_dir", "folder of these pages, for one worker at a time", "kv-dir"),
     Setting("worker.engine.max_batch_size", "sequences decoded together", "max-batch-size"),
     Setting("worker.engine.max_waiting", "requests queued before 429", "max-waiting"),
     Setting("worker.engine.prefill_chunk", "prompt tokens computed per step", "prefill-chunk"),
@@ -110,6 +113,12 @@ _UPSTREAM_MODEL = Setting(
     "upstream-model",
 )
 SPECIAL = (_CONFIG, _KEYS, _UPSTREAM, _UPSTREAM_KEY, _UPSTREAM_MODEL)
+_SHOWN_DEFAULTS = {
+    "data_dir": "~/.local/share/magnitude",
+    "worker.engine.model_name": "unset",
+    "worker.engine.kv_disk_mb": str(KV_DISK_MB),
+    "worker.engine.kv_dir": "kv/default in the data folder",
+}
 _REPEATED = ("worker.aliases", "upstreams", "upstreams.key_file", "upstreams.models")
 
 
@@ -258,10 +267,10 @@ def _choices(setting: Setting) -> tuple[str, ...]:
 
 def _shown_default(setting: Setting) -> str:
     """Returns the default as the help shows it."""
-    if setting.path == "data_dir":
-        return "~/.local/share/magnitude"
+    if setting.path in _SHOWN_DEFAULTS:
+        return _SHOWN_DEFAULTS[setting.path]
     default = _field(setting.path).default
-    if default in (None, ()) or setting.path == "worker.engine.model_name":
+    if default in (None, ()):
         return "unset"
     return str(default).lower() if isinstance(default, bool) else str(default)
 
@@ -359,8 +368,11 @@ def _finish(tree: dict[str, Any]) -> None:
     if isinstance(worker, dict):
         engine, mode = worker.pop("engine", {}), worker.get("mode", "spawn")
         if mode == "spawn" and isinstance(engine, dict):
-            default_model = _field("worker.model").default
-            worker["engine"] = {"model_path": str(worker.get("model", default_model)), **engine}
+            model = str(worker.get("model", _field("worker.model").default))
+            folder = engine.get("kv_dir", f"{tree['data_dir']}/kv/default")
+            if isinstance(folder, str) and folder:
+                folder = str(Path(folder).expanduser().absolute())
+            worker["engine"] = {"model_path": model, "kv_disk_mb": KV_DISK_MB, **engine, "kv_dir": folder}
         elif engine:
             raise ConfigError(
                 f"worker.engine ({', '.join(engine)}) is for a worker that this process starts; with worker.mode "

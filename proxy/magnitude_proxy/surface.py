@@ -37,6 +37,9 @@ class Worker(Protocol):
     def available(self) -> bool:
         """True when it can answer now."""
 
+    async def inspect(self) -> api.CacheReport:
+        """Returns what its cache holds; raises WorkerLost when it cannot say."""
+
 
 class ModelSource(NamedTuple):
     """An upstream as a source of model names; `mapped` says that its names are configured."""

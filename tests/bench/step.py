@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.model.batch import SequenceRows, StepBatch
-from magnitude_engine.model.decoder import Rotary
 from magnitude_engine.model.gguf import GgufFile
 from magnitude_engine.model.loader import load_model
+from magnitude_engine.model.pointwise import Rotary
 from magnitude_engine.model.weights import GgufLlama, LayerWeights, dense
 
 

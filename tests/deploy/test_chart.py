@@ -14,7 +14,7 @@ import pytest
 
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy import settings
-from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.config import KV_DISK_MB, ProxyConfig
 from testkit import helm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -179,6 +179,18 @@ def test_the_gpu_worker_has_its_settings_and_one_request() -> None:
     assert worker["command"][:3] == ["python", "-m", "magnitude_engine.main"]
     (models,) = [m for m in worker["volumeMounts"] if m["name"] == "models"]
     assert engine.model_path.startswith(models["mountPath"])
+
+
+def test_cached_pages_lie_in_the_data_volume() -> None:
+    pod = server_pod(helm.render(helm.CHART, DEFAULT))
+    worker = container(pod, "worker")
+    engine, _ = engine_arguments(worker)
+    (mount,) = [m for m in worker["volumeMounts"] if m["name"] == "data"]
+    assert engine.kv_disk_mb == KV_DISK_MB
+    assert Path(str(engine.kv_dir)).is_relative_to(mount["mountPath"])
+    assert not mount.get("readOnly")
+    off = container(server_pod(helm.render(helm.CHART, DEFAULT, "--set", "worker.engine.kv_disk_mb=0")), "worker")
+    assert engine_arguments(off)[0].kv_disk_mb == 0
 
 
 def test_explicit_threads_win_over_the_cpu_limit() -> None:

@@ -78,6 +78,8 @@ def test_compose_proxy_and_worker_agree() -> None:
     data_dir = words[words.index("--data-dir") + 1]
     assert (config.worker.mode, config.worker.socket) == ("attach", words[words.index("--socket") + 1])
     assert engine.model_path.startswith(f"{data_dir}/models/smollm2/")
+    assert engine.kv_disk_mb > 0
+    assert str(engine.kv_dir).startswith(f"{data_dir}/")
     assert words[words.index("exec") + 1 :][:4] == ["python", "-m", "magnitude_engine.main", "watch"]
     shared = [set(services[name]["volumes"]) for name in ("proxy", "worker")]
     assert set.intersection(*shared) == {"socket:/run/magnitude"}

@@ -33,7 +33,7 @@ DECIDED: dict[str, tuple[type[msgspec.Struct], set[str]]] = {
     "retry": (RetryConfig, set()),
     "telemetry": (TelemetryConfig, set()),
     "storeSettings": (StoreConfig, {"url"}),
-    "engine": (EngineConfig, {"model_path", "model_name"}),
+    "engine": (EngineConfig, {"model_path", "model_name", "kv_dir"}),
     "upstream": (UpstreamConfig, {"key_file"}),
 }
 

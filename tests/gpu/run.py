@@ -5,10 +5,10 @@
 Each operation of `magnitude_kernels.dispatch.OPERATIONS` has a file `tests/gpu/NAME.py` with two functions:
 
     check(device) -> list[str]          what is wrong against the float64 definition, on fresh inputs
-    cases(device) -> Iterator[Case]     what to time, and the bytes that must move at least
+    cases(device) -> Iterator[Case]     what to time, and what must be moved and computed at least
 
-Nothing is timed of an operation that is wrong. The floor is those bytes at the bandwidth of a large copy. Without a
-GPU nothing is measured and the exit status is 0.
+Nothing is timed of an operation that is wrong. The floor is the longer of those bytes at the bandwidth of a large copy
+and those operations at the speed of a large product. Without a GPU nothing is measured and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from magnitude_kernels import dispatch
-from testkit.gpu import bytes_per_microsecond, microseconds
+from testkit.gpu import microseconds, rates
 
 
 def measure(device: torch.device) -> bool:
     """Prints the table; True when every operation is right."""
-    rate = bytes_per_microsecond(device)
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {rate / 1e6:.2f} TB/s copying\n")
+    rate = rates(device)
+    reached = f"{rate.bytes / 1e6:.2f} TB/s copying, {rate.flops / 1e6:.0f} TFLOP/s multiplying bf16"
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {reached}\n")
     print("| operation | case | kernel, µs | floor, µs | torch, µs |\n|---|---|---|---|---|")
     right = True
     for name in dispatch.OPERATIONS:
@@ -39,7 +40,7 @@ def measure(device: torch.device) -> bool:
             print(f"| {name} | WRONG: {line} | - | - | - |")
         for case in operation.cases(device) if not wrong else ():
             ours, theirs = microseconds(case.kernel), microseconds(case.torch)
-            print(f"| {name} | {case.name} | {ours:.1f} | {case.least_bytes / rate:.1f} | {theirs:.1f} |")
+            print(f"| {name} | {case.name} | {ours:.1f} | {rate.floor(case):.1f} | {theirs:.1f} |")
     return right
 
 

@@ -1,10 +1,13 @@
-"""Compiles every kernel ahead of time for every target and prints the table of `kernels/README.md`.
+"""Compiles every kernel ahead of time for every target and prints the tables of `kernels/README.md`.
 
-python tests/kernels/compile_all.py
+    python tests/kernels/compile_all.py [OPERATION ...]
+
+What is compiled stands in `build_OPERATION.py`, one file per name in `dispatch.OPERATIONS`, as `BUILDS`.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -12,32 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import triton
 
-from magnitude_kernels.sample import triton as sample
-from testkit.triton_runs import Build, compile_all, table
+from magnitude_kernels import dispatch
+from testkit.triton_runs import compile_all, table
 
 
-def _sample(vocab: int) -> Build:
-    types = {
-        "logits_ptr": "*fp32",
-        "logits_stride": "i64",
-        "temperature_ptr": "*fp32",
-        "top_k_ptr": "*i32",
-        "top_p_ptr": "*fp32",
-        "min_p_ptr": "*fp32",
-        "keys_ptr": "*i64",
-        "mask_ptr": "*i32",
-        "ids_ptr": "*i64",
-        "finite_ptr": "*i8",
-        "VOCAB": "constexpr",
-        "HAS_MASK": "constexpr",
-        "BLOCK": "constexpr",
-    }
-    constants = {"VOCAB": vocab, "HAS_MASK": True, "BLOCK": sample.block_size(vocab)}
-    return Build(f"sample, vocabulary {vocab:,}", sample.sample_kernel, types, constants, sample.NUM_WARPS)
+def main() -> None:
+    """Prints the version of Triton, then one headed table per operation."""
+    print(f"triton {triton.__version__}")
+    for name in sys.argv[1:] or dispatch.OPERATIONS:
+        builds = importlib.import_module(f"build_{name}").BUILDS
+        print(f"\n### {name}\n\n{table(compile_all(builds))}", flush=True)
 
-
-BUILDS = (_sample(49_152), _sample(128_256))
 
 if __name__ == "__main__":
-    print(f"triton {triton.__version__}")
-    print(table(compile_all(BUILDS)))
+    main()

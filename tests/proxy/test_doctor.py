@@ -76,6 +76,11 @@ def test_memory_is_judged_against_model_and_cache(tmp_path: Path) -> None:
     tight = doctor.judge_memory(machine(memory_free=1000), config(tmp_path))
     assert (tight.level, tight.fatal) == ("slow", False)
     assert "--kv-memory-mb 453" in tight.todo
+    plain = config(tmp_path)
+    assert plain.worker.engine is not None
+    engine = msgspec.structs.replace(plain.worker.engine, kv_host_mb=10**6)
+    tiered = msgspec.structs.replace(plain, worker=msgspec.structs.replace(plain.worker, engine=engine))
+    assert doctor.judge_memory(machine(), tiered).level == "slow"
     none = doctor.judge_memory(machine(memory_free=50), config(tmp_path))
     assert (none.level, none.fatal) == ("missing", True)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from magnitude_engine import api
 from magnitude_engine.client.health import RuntimeHealth
 from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.config import DeadlineConfig, ListenConfig, ProxyConfig, RetryConfig, UpstreamConfig, WorkerConfig
 from testkit import wire
 from testkit.proxy import ASK, Proxy, proxy_config, proxying, routing
 from testkit.routes import ScriptedRoute, answer, failed
-from testkit.scripted_worker import ScriptedWorker
+from testkit.scripted_worker import REPORT, ScriptedWorker
 from testkit.upstream import OpenAIStub, refusing_url
 
 
@@ -143,6 +144,33 @@ async def test_the_second_listener(
         assert (await proxy.get(f"{proxy.admin}/v1/models", authorization="Bearer sk-one")).status == 404
         metrics = await proxy.get(f"{proxy.admin}/metrics", authorization="Bearer sk-one")
         assert str(metrics.header("content-type")).startswith("text/plain; version=0.0.4")
+
+
+async def test_the_second_listener_says_what_the_workers_cache_holds(tmp_path: Path) -> None:
+    worker = ScriptedWorker(tmp_path / "w.sock")
+    async with proxying(attached(tmp_path, worker)) as proxy:
+        away = await proxy.get(f"{proxy.admin}/cache")
+        assert (away.status, away.error["code"]) == (503, "worker_lost")
+        await worker.start()
+        await ready_within(proxy)
+        reply = await proxy.get(f"{proxy.admin}/cache")
+        assert (reply.status, reply.header("content-type")) == (200, "application/json")
+        assert msgspec.json.decode(reply.body, type=api.CacheReport) == REPORT
+        assert (await proxy.get("/cache")).status == 404
+    await worker.close()
+
+
+async def test_the_cache_is_told_only_to_those_with_a_key_and_only_by_a_worker(tmp_path: Path) -> None:
+    config = proxy_config(
+        tmp_path,
+        "http://127.0.0.1:9/v1",
+        keys=parse_key_file("sk-one alice", "keys"),
+        listen=ListenConfig(port=0, admin_port=0, admin_host="0.0.0.0"),
+    )
+    async with proxying(config) as proxy:
+        assert (await proxy.get(f"{proxy.admin}/cache")).status == 401
+        none = await proxy.get(f"{proxy.admin}/cache", authorization="Bearer sk-one")
+        assert (none.status, none.error["code"]) == (404, "no_worker")
 
 
 async def test_metrics_count_tokens_by_route(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from magnitude_engine import api
+from magnitude_engine.errors import WorkerLost
 from magnitude_proxy.config import TelemetryConfig
 from magnitude_proxy.routing.route import Step
 from magnitude_proxy.telemetry import Telemetry
 from magnitude_proxy.worker.inbox import Inbox, merge
 from magnitude_proxy.worker.local import LocalRoute, Pulse
 from testkit.clock import ManualClock
-from testkit.scripted_worker import CARD, ScriptedWorker
+from testkit.scripted_worker import CARD, REPORT, ScriptedWorker
 
 HANG_S = 5.0
 
@@ -220,6 +221,38 @@ async def test_the_workers_figures_are_metrics(tmp_path: Path) -> None:
         shown = b.telemetry.exposition().decode()
         assert "magnitude_worker_up 1.0" in shown
         assert 'magnitude_worker{name="tokens"} 5.0' in shown
+        assert 'magnitude_worker{name="pages_on_disk"} 7.0' in shown
+
+
+async def test_reports_of_the_cache_are_shared_by_those_who_ask_at_once(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        assert await asyncio.gather(*(b.route.inspect() for _ in range(3))) == [REPORT] * 3
+        assert b.worker.inspected == 1
+        assert await b.route.inspect() == REPORT
+        assert b.worker.inspected == 2
+
+
+async def test_a_worker_that_says_nothing_of_its_cache_is_not_waited_for(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        b.worker.report = None
+        with pytest.raises(WorkerLost, match=r"within 0\.02 s .* between two steps: try again"):
+            await b.route.inspect(0.02)
+        b.worker.report = REPORT
+        assert await b.route.inspect() == REPORT
+
+
+async def test_a_cancelled_reader_of_the_report_leaves_it_to_the_others(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        b.worker.report = None
+        asked = [asyncio.create_task(b.route.inspect()) for _ in range(2)]
+        await until(lambda: b.worker.inspected)
+        asked[0].cancel()
+        await asyncio.wait({asked[0]})
+        await b.worker.close()
+        with pytest.raises(WorkerLost, match="was lost before it said"):
+            await asked[1]
+        with pytest.raises(WorkerLost, match="cannot say what its cache holds: "):
+            await b.route.inspect()
 
 
 def test_a_pulse_without_a_worker_is_not_hung() -> None:

@@ -37,6 +37,20 @@ def test_defaults_spawn_a_worker_on_loopback() -> None:
     assert config.worker.engine.model_path == config.worker.model == "smollm2"
 
 
+def test_a_spawned_worker_keeps_pages_on_disk_in_the_data_folder_unless_told(tmp_path: Path) -> None:
+    plain = load(MAGNITUDE_DATA_DIR="/d").worker.engine
+    assert plain is not None
+    assert (plain.kv_host_mb, plain.kv_disk_mb, plain.kv_dir) == (0, 4096, "/d/kv/default")
+    file = tmp_path / "m.toml"
+    file.write_text("[worker.engine]\nkv_disk_mb = 9\nkv_dir = '~/kept'\n")
+    told = load("--config", str(file), "--kv-disk-mb", "0", MAGNITUDE_KV_HOST_MB="64").worker.engine
+    assert told is not None
+    assert (told.kv_host_mb, told.kv_disk_mb, told.kv_dir) == (64, 0, str(Path.home() / "kept"))
+    near = load("--kv-dir", "near").worker.engine
+    assert near is not None
+    assert near.kv_dir == str(Path("near").absolute())
+
+
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "m.toml"
     file.write_text(
@@ -122,6 +136,9 @@ def test_what_cannot_be_used_is_named_with_the_fix(flags: list[str], words: list
         ("[nonsense]\na = 1", ["nonsense"]),
         ("[listen]\nport = 'x'", ["listen.port"]),
         ("[worker]\nmode = 'fly'", ["worker.mode", "spawn"]),
+        ("[worker.engine]\nkv_dir = 5", ["worker.engine.kv_dir"]),
+        ("[worker.engine]\nkv_dir = ''", ["worker.engine.kv_dir"]),
+        ("[worker.engine]\nkv_disk_mb = -1", ["worker.engine.kv_disk_mb"]),
         ("listen = 5", ["listen"]),
         ("worker = 5", ["worker"]),
         ("[[keys]]\nsha256 = 'x'\ntenant = 't'", ["keys[0].sha256"]),
@@ -183,6 +200,8 @@ def test_every_setting_is_in_the_table_and_in_the_help() -> None:
     flags = [setting.flag for setting in (*settings.TABLE, *settings.SPECIAL)]
     assert len(set(flags)) == len(flags)
     assert "MiB (MAGNITUDE_KV_MEMORY_MB; [worker.engine] kv_memory_mb; default 2048)" in shown
+    assert "[worker.engine] kv_disk_mb; default 4096)" in shown
+    assert "[worker.engine] kv_dir; default kv/default in the data folder)" in shown
     assert "[[upstreams]] key_file" in shown
     for setting in settings.TABLE:
         assert setting.flag in shown

@@ -304,7 +304,15 @@ def test_completion_features_beyond_the_worker() -> None:
 
 HEAD = Head(id="chatcmpl-1", created=1, model="m", include_usage=True, predicted=True)
 LOGPROB = api.TokenLogprob(token="Hi", logprob=-0.5, bytes=(72, 105), top=(api.TopLogprob(token="Hi", logprob=-0.5),))
-USAGE = api.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2, drafted_tokens=4, accepted_tokens=1)
+USAGE = api.Usage(
+    prompt_tokens=8,
+    completion_tokens=3,
+    cached_tokens=6,
+    cached_host_tokens=3,
+    cached_disk_tokens=1,
+    drafted_tokens=4,
+    accepted_tokens=1,
+)
 
 
 def a_delta(**fields: Any) -> api.Delta:
@@ -338,7 +346,14 @@ def test_chat_chunks_fit_the_schema() -> None:
     assert parsed[-2]["magnitude"] == {"route": "fallback:u", "fallback_reason": "worker_lost"}
     assert all(chunk["usage"] is None for chunk in parsed[:-1])
     assert parsed[-1]["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 3
-    assert parsed[-1]["usage"]["magnitude"]["drafted_tokens"] == 4
+    assert parsed[-1]["usage"]["magnitude"] == {
+        "drafted_tokens": 4,
+        "accepted_tokens": 1,
+        "forced_tokens": 0,
+        "cached_tokens": 6,
+        "cached_host_tokens": 3,
+        "cached_disk_tokens": 1,
+    }
 
 
 def test_completion_chunks_fit_the_schema() -> None:

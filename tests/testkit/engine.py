@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -111,10 +112,13 @@ def run(engine: Engine, *requests: api.Generate, between: Callable[[], None] = l
 
 
 def drain(engine: Engine, between: Callable[[], None] = lambda: None) -> None:
-    """Steps until nothing is left to do."""
-    while engine.step():
+    """Steps until nothing is left to do, reading from disk included."""
+    while (stepped := engine.step()) or engine.reading:
         engine.check_integrity()
-        between()
+        if stepped:
+            between()
+        else:
+            time.sleep(0.0005)
     engine.check_integrity()
 
 

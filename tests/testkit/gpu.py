@@ -14,7 +14,8 @@ REPEATS = 50
 
 
 class Case(NamedTuple):
-    """One size: the kernel, torch's own operations for the same, and the bytes that must move at least.
+    """One size: the kernel, torch's own operations for the same, and what must be done at least: bytes moved, and
+    multiplications and additions on bf16 tensor cores.
 
     Both functions take the number of the repetition, to go round several inputs that together exceed the cache.
     """
@@ -23,6 +24,18 @@ class Case(NamedTuple):
     kernel: Callable[[int], object]
     torch: Callable[[int], object]
     least_bytes: int
+    least_flops: int = 0
+
+
+class Rates(NamedTuple):
+    """What a device does in a microsecond."""
+
+    bytes: float
+    flops: float
+
+    def floor(self, case: Case) -> float:
+        """Returns the microseconds below which no kernel can do `case`."""
+        return max(case.least_bytes / self.bytes, case.least_flops / self.flops)
 
 
 def microseconds(work: Callable[[int], object]) -> float:
@@ -44,6 +57,13 @@ def bytes_per_microsecond(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / microseconds(lambda _: target.copy_(source))
+
+
+def rates(device: torch.device) -> Rates:
+    """Returns the bandwidth of a large copy, and what a large product of bf16 matrices reaches."""
+    size = 8192
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return Rates(bytes_per_microsecond(device), 2 * size**3 / microseconds(lambda _: left @ right))
 
 
 def _mark() -> torch.cuda.Event:

@@ -34,16 +34,33 @@ CARD = api.ModelCard(
     tokenizer_hash="t",
     weights_hash="w",
 )
+REPORT = api.CacheReport(
+    page_tokens=16,
+    pages_total=1000,
+    pages_free=400,
+    pages_idle=500,
+    learned_hit_rate=0.5,
+    tiers=(api.TierUse(name="device", blocks=600, bytes=6 << 20, limit_bytes=10 << 20, tokens_served=1234),),
+    runs=(api.CacheRun(parent=-1, tenant="a" * 64, tokens=64, pages=4, sessions=1),),
+    sessions=(api.SessionUse(tenant="a" * 64, session="b" * 32, branch="main", state="thinking", tokens=64),),
+)
 
 
 class ScriptedWorker:
-    """Serves connections on a unix socket; `cancelled` and `generated` keep what was asked."""
+    """Serves connections on a unix socket; `cancelled` and `generated` keep what was asked.
+
+    Attributes:
+        report: the answer to `Inspect`; None says nothing.
+        inspected: how often a report was asked for.
+    """
 
     def __init__(self, socket: Path, protocol: int = api.PROTOCOL_VERSION) -> None:
         self.socket = socket
         self.cancelled: list[api.Cancel] = []
         self.generated: list[api.Generate] = []
         self.connections = 0
+        self.report: api.CacheReport | None = REPORT
+        self.inspected = 0
         self._protocol = protocol
         self._server: asyncio.AbstractServer | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -80,7 +97,11 @@ class ScriptedWorker:
                     self.generated.append(command)
                     key = (command.request, command.epoch)
                     tasks[key] = asyncio.create_task(self._play(command, writer))
-                else:
+                elif isinstance(command, api.Inspect):
+                    self.inspected += 1
+                    if self.report is not None:
+                        writer.write(api.encode_frame(self.report))
+                elif isinstance(command, api.Cancel):
                     self.cancelled.append(command)
                     tasks.pop((command.request, command.epoch)).cancel()
         for task in tasks.values():
@@ -103,6 +124,7 @@ class ScriptedWorker:
             pages_free=1,
             pages_total=2,
             counters={"tokens": 5.0},
+            gauges={"pages_on_disk": 7.0},
         )
 
     async def _play(self, asked: api.Generate, writer: asyncio.StreamWriter) -> None:

@@ -33,6 +33,10 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
+Target = tuple[str, int | str, int]
+TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64))
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """One kernel at one size.
@@ -40,14 +44,20 @@ class Build:
     Attributes:
         kernel: the `triton.jit` function.
         types: Triton type of each argument by name, `constexpr` for constants; pointers count as aligned.
-        constants: value of each constant.
+        constants: value of each constant; None for an argument that is left out.
+        stages: how many loads the compiler keeps in flight in a loop; None for its default.
+        aligned: numbers that count as multiples of 16, as Triton finds out at a launch.
+        targets: what it is compiled for.
     """
 
     name: str
     kernel: Any
     types: Mapping[str, str]
-    constants: Mapping[str, int | bool]
+    constants: Mapping[str, int | bool | str | None]
     warps: int
+    stages: int | None = None
+    aligned: tuple[str, ...] = ()
+    targets: tuple[Target, ...] = TARGETS
 
 
 class Resources(NamedTuple):
@@ -61,12 +71,9 @@ class Resources(NamedTuple):
     spills: int
 
 
-TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64))
-
-
 def compile_all(builds: Iterable[Build]) -> list[Resources]:
     """Compiles each build for each target."""
-    return [_compile(build, *target) for build in builds for target in TARGETS]
+    return [_compile(build, *target) for build in builds for target in build.targets]
 
 
 def table(rows: Iterable[Resources]) -> str:
@@ -80,9 +87,12 @@ def _compile(build: Build, backend: str, arch: int | str, warp_size: int) -> Res
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(build.types.values()) if t.startswith("*")}
+    arguments = enumerate(build.types.items())
+    divided = [i for i, (name, type_) in arguments if type_.startswith("*") or name in build.aligned]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in divided}
+    options = {"num_warps": build.warps} | ({} if build.stages is None else {"num_stages": build.stages})
     source = ASTSource(build.kernel, dict(build.types), dict(build.constants), aligned)
-    compiled = triton.compile(source, target=GPUTarget(backend, arch, warp_size), options={"num_warps": build.warps})
+    compiled = triton.compile(source, target=GPUTarget(backend, arch, warp_size), options=options)
     if backend == "hip":
         text = compiled.asm["amdgcn"]
         registers, spills = _number(r"\.vgpr_count:\s*(\d+)", text), _number(r"\.vgpr_spill_count:\s*(\d+)", text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from magnitude_engine.inprocess.engine import MagnitudeEngine, find_model
+from magnitude_engine.inprocess.branches import Branch, Branches
+from magnitude_engine.inprocess.engine import MagnitudeEngine
+from magnitude_engine.inprocess.start import find_model
 
-__all__ = ["MagnitudeEngine", "find_model"]
+__all__ = ["Branch", "Branches", "MagnitudeEngine", "find_model"]

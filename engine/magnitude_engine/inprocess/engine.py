@@ -5,100 +5,35 @@
 
 `generate` and `chat` block; `agenerate` and `achat` do not hold up an event loop. With `stream=True` they return an
 iterator of `{"text": new text, "result": None}` whose last item carries the result; closing it early stops the
-generation.
+generation. The calls about sessions, tools and branches never wait for the model.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import os
 import queue
-import secrets
-import sys
 import threading
-import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from weakref import WeakValueDictionary
 
 from magnitude_engine import api
 from magnitude_engine.client.answers import GenerateResult, StreamItem
 from magnitude_engine.client.requests import AnswerOptions, Ask, Options, chat_ask, prompt_ask
-from magnitude_engine.config import AgentConfig, EngineConfig, default_data_dir
-from magnitude_engine.errors import ConfigError, EngineError, ModelNotFound
-from magnitude_engine.inprocess.local import EventCollector, to_generate
+from magnitude_engine.config import AgentConfig
+from magnitude_engine.errors import ConfigError, EngineError, RequestError
+from magnitude_engine.inprocess.asked import Asked, alast, last
+from magnitude_engine.inprocess.branches import Branches, Host
+from magnitude_engine.inprocess.lines import Lines, check_session, tool_event
+from magnitude_engine.inprocess.local import TENANT, read_tools
+from magnitude_engine.inprocess.registered import Registrations
+from magnitude_engine.inprocess.start import Memory, start_engine
 
 if TYPE_CHECKING:
     from magnitude_engine.engine import Engine
 
-ENDS = (api.Completed, api.Failed)
-
-
-def find_model(name: str, data_dir: Path) -> Path:
-    """Returns the file or folder of a model: a path, or the name of one that was pulled into `data_dir`.
-
-    Raises:
-        ModelNotFound: neither; says what to do.
-    """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path.absolute()
-    pulled = sorted((data_dir / "models" / name).glob("*.gguf")) if os.sep not in name else []
-    if pulled:
-        return pulled[0]
-    raise ModelNotFound(
-        f"model {name!r} is not on this machine: it is no file or folder, and {data_dir / 'models'} has none of that "
-        "name. Run `magnitude pull smollm2`, and set MAGNITUDE_MODEL (or AgentConfig.model) to smollm2 or a path"
-    )
-
-
-class _Asked:
-    """One question, in the engine's terms; made before the engine is loaded, so that a wrong one costs nothing."""
-
-    def __init__(self, ask: Ask) -> None:
-        request = f"req_{uuid.uuid4().hex}"
-        session = ask.session_id or f"session_{uuid.uuid4().hex}"
-        self._generate = to_generate(ask, request, session, secrets.randbits(63))
-        self._collector = EventCollector(ask, request, session)
-
-    def items(self, engine: Engine) -> Iterator[StreamItem]:
-        """Asks, and yields the answer; closing the iterator cancels the request."""
-        events: queue.SimpleQueue[api.AnswerEvent] = queue.SimpleQueue()
-        ended = False
-        engine.submit(self._generate, events.put)
-        try:
-            while not ended:
-                event = events.get()
-                ended = isinstance(event, ENDS)
-                item = self._collector.add(event)
-                if item is not None:
-                    yield item
-        finally:
-            if not ended:
-                engine.cancel(self._generate.request, self._generate.epoch)
-
-    async def aitems(self, engine: Engine) -> AsyncIterator[StreamItem]:
-        """The same for an event loop, which it never blocks."""
-        events: asyncio.Queue[api.AnswerEvent] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        ended = False
-
-        def deliver(event: api.AnswerEvent) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-        try:
-            await asyncio.to_thread(engine.submit, self._generate, deliver)
-            while not ended:
-                event = await events.get()
-                ended = isinstance(event, ENDS)
-                item = self._collector.add(event)
-                if item is not None:
-                    yield item
-        finally:
-            if not ended:
-                engine.cancel(self._generate.request, self._generate.epoch)
+ANSWER_CHECK_S = 0.1
 
 
 class MagnitudeEngine:
@@ -106,12 +41,26 @@ class MagnitudeEngine:
 
     Raises:
         ModelError: from `warmup` and the first question, when the model is not there, not supported or too large.
-        RequestError: from questions, for a value that cannot be used; `param` names it.
-        EngineError: from questions, when the engine is closed or failed.
+        RequestError: from all calls, for a value that cannot be used; `param` names it.
+        EngineError: from all calls, when the engine is closed; from questions, when it failed.
     """
 
-    def __init__(self, config: AgentConfig | None = None, *, kv_memory_mb: int = 2048) -> None:
-        """`kv_memory_mb` is the memory for keys and values, MiB; it is allocated by `warmup`."""
+    def __init__(
+        self,
+        config: AgentConfig | None = None,
+        *,
+        kv_memory_mb: int = 2048,
+        kv_host_mb: int = 0,
+        kv_disk_mb: int = 2048,
+    ) -> None:
+        """Sizes are those of the cache of keys and values, MiB; none of them changes an answer.
+
+        Args:
+            kv_memory_mb: on the device; `warmup` allocates it.
+            kv_host_mb: in host memory below a GPU; on a CPU the device's memory is that already.
+            kv_disk_mb: in `kv/inprocess` of the data folder, where it stays for the next process; 0 writes nothing.
+                Where another engine uses that folder, this one goes on without it and logs a warning.
+        """
         if config is not None and not isinstance(config, AgentConfig):
             raise ConfigError(
                 "config must be an AgentConfig, for example MagnitudeEngine(AgentConfig(model='smollm2')), "
@@ -119,11 +68,17 @@ class MagnitudeEngine:
                 param="config",
             )
         self._config = config or AgentConfig()
-        self._kv_memory_mb = kv_memory_mb
+        self._memory = Memory(kv_memory_mb=kv_memory_mb, kv_host_mb=kv_host_mb, kv_disk_mb=kv_disk_mb)
         self._lock = threading.Lock()
+        self._naming = threading.Lock()
         self._engine: Engine | None = None
         self._warm = False
         self._closed = False
+        self._stopped = threading.Event()
+        self._registered = Registrations(self._stopped)
+        self._lines = Lines(lambda: self._engine)
+        self._host = Host(self._config.max_parallel_branches, self._lines, self._loaded)
+        self._branches: WeakValueDictionary[str, Branches] = WeakValueDictionary()
 
     def __enter__(self) -> Self:
         return self
@@ -134,19 +89,99 @@ class MagnitudeEngine:
         self.close()
 
     def warmup(self) -> None:
-        """Loads the model, allocates the cache and computes one token; a progress line on a terminal; idempotent."""
+        """Loads the model, allocates the cache, computes what was registered, and one token; idempotent.
+
+        Progress is shown on a terminal.
+        """
         engine = self._loaded()
+        self._registered.wait()
         if not self._warm:
-            _last(_Asked(Ask(prompt="a", options=Options(max_tokens=1))).items(engine))
+            last(Asked(Ask(prompt="a", options=Options(max_tokens=1))).items(engine))
             self._warm = True
 
     def close(self) -> None:
-        """Ends open questions with an error and frees model and cache; may be called more than once."""
+        """Ends open questions with an error and frees model and cache; may be called more than once.
+
+        With a disk tier it takes up to some seconds to write what is not there yet.
+        """
         with self._lock:
             self._closed = True
             engine, self._engine = self._engine, None
+        self._stopped.set()
         if engine is not None:
             engine.close()
+
+    def register_tools(self, tools: Sequence[Mapping[str, Any]], *, system: str = "") -> None:
+        """Has what prompts with exactly these tools, and this system message, begin with computed ahead.
+
+        Later requests with the same `tools`, in the same order, find it in the cache; it does not become their default,
+        each names its tools itself. Given before `warmup`, that waits for it; given later, it is computed as soon as
+        nothing else runs, and another `warmup` waits for it. `optimization_level="off"` computes nothing ahead.
+
+        Args:
+            tools: OpenAI tool definitions; may be empty where `system` is given.
+        """
+        chat_ask((), None, False, Options(tools=tools))
+        if not isinstance(system, str):
+            raise RequestError(f"system must be text, not {type(system).__name__}", param="system")
+        if not tools and not system:
+            raise RequestError("tools are empty: give OpenAI tool definitions, or a system text", param="tools")
+        register = api.Register(tenant=TENANT, tools=read_tools(tools), system=system)
+        self._check_open()
+        if self._config.optimization_level != "off":
+            self._registered.add(register)
+            # Read after it was added: an engine that is being loaded meanwhile takes it up itself.
+            engine = self._engine
+            if engine is not None:
+                self._registered.submit(engine)
+
+    def tool_output(self, session_id: str, call_id: str, text: str, finished: bool = False) -> None:
+        """Tells what a tool that the session called prints, as it comes, so that it is computed while the tool runs.
+
+        It costs a request nothing: what is computed ahead makes way. The next request carries the whole result as
+        ever. Unknown sessions and calls are ignored.
+
+        Args:
+            call_id: the `id` of the tool call in the session's last answer.
+            text: what came since the last call.
+            finished: whether that was all.
+        """
+        check_session(session_id)
+        self._check_open()
+        self._lines.tool_output(tool_event(session_id, self._lines.main(session_id), call_id, text, finished))
+
+    def end_session(self, session_id: str) -> None:
+        """Says that nothing more comes of a session: its pages, and those of its branches, are the first to go."""
+        check_session(session_id)
+        self._check_open()
+        branches = self._branches.get(session_id)
+        if branches is not None:
+            branches.prune()
+        self._lines.end(session_id, None)
+
+    def branches(self, session_id: str) -> Branches:
+        """Returns the session's branches, of which none is open at first; see `Branches`.
+
+        The same object as long as anybody holds it.
+        """
+        check_session(session_id)
+        self._check_open()
+        with self._naming:
+            found = self._branches.get(session_id)
+            if found is None:
+                found = self._branches[session_id] = Branches(self._host, session_id)
+            return found
+
+    def inspect(self) -> api.CacheReport:
+        """Returns what the cache holds: pages, tiers, shared prefixes, sessions; it waits for a running step."""
+        reports: queue.SimpleQueue[api.CacheReport] = queue.SimpleQueue()
+        self._loaded().inspect(reports.put)
+        while True:
+            try:
+                return reports.get(timeout=ANSWER_CHECK_S)
+            except queue.Empty:
+                if self._stopped.is_set():
+                    raise EngineError("the engine stopped before it could be inspected; make another one") from None
 
     @overload
     def generate(
@@ -184,9 +219,9 @@ class MagnitudeEngine:
         Arguments and result are those of `MagnitudeClient.generate_optimized`; logprobs always have the form of Chat
         Completions.
         """
-        asked = _Asked(prompt_ask(prompt, session_id, stream, raw, Options(**options)))
+        asked = self._ask(prompt_ask(prompt, session_id, stream, raw, Options(**options)))
         items = asked.items(self._loaded())
-        return items if stream else _last(items)
+        return items if stream else last(items)
 
     @overload
     def chat(
@@ -217,9 +252,9 @@ class MagnitudeEngine:
         **options: Unpack[AnswerOptions],
     ) -> GenerateResult | Iterator[StreamItem]:
         """Returns the answer to OpenAI `messages`; see `generate`."""
-        asked = _Asked(chat_ask(messages, session_id, stream, Options(**options)))
+        asked = self._ask(chat_ask(messages, session_id, stream, Options(**options)))
         items = asked.items(self._loaded())
-        return items if stream else _last(items)
+        return items if stream else last(items)
 
     @overload
     async def agenerate(
@@ -253,9 +288,9 @@ class MagnitudeEngine:
         **options: Unpack[AnswerOptions],
     ) -> GenerateResult | AsyncIterator[StreamItem]:
         """`generate` for an event loop."""
-        asked = _Asked(prompt_ask(prompt, session_id, stream, raw, Options(**options)))
+        asked = self._ask(prompt_ask(prompt, session_id, stream, raw, Options(**options)))
         items = asked.aitems(await asyncio.to_thread(self._loaded))
-        return items if stream else await _alast(items)
+        return items if stream else await alast(items)
 
     @overload
     async def achat(
@@ -286,59 +321,22 @@ class MagnitudeEngine:
         **options: Unpack[AnswerOptions],
     ) -> GenerateResult | AsyncIterator[StreamItem]:
         """`chat` for an event loop."""
-        asked = _Asked(chat_ask(messages, session_id, stream, Options(**options)))
+        asked = self._ask(chat_ask(messages, session_id, stream, Options(**options)))
         items = asked.aitems(await asyncio.to_thread(self._loaded))
-        return items if stream else await _alast(items)
+        return items if stream else await alast(items)
+
+    def _ask(self, ask: Ask) -> Asked:
+        return Asked(ask, self._lines.main(ask.session_id))
 
     def _loaded(self) -> Engine:
+        """Returns the engine, which it loads the first time."""
         with self._lock:
-            if self._closed:
-                raise EngineError("this MagnitudeEngine is closed; make another one")
+            self._check_open()
             if self._engine is None:
-                self._engine = _load(self._config, self._kv_memory_mb)
+                self._engine = start_engine(self._config, self._memory, self._stopped.set)
+                self._registered.submit(self._engine)
             return self._engine
 
-
-def _load(config: AgentConfig, kv_memory_mb: int) -> Engine:
-    """Returns a running engine for `config`."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "the in-process engine needs PyTorch, which is not installed: pip install 'magnitude-runtime[engine]'"
-        )
-    name = os.environ.get("MAGNITUDE_MODEL") or config.model
-    settings = EngineConfig(
-        model_path=str(find_model(name, default_data_dir())),
-        model_name=name,
-        optimization_level=config.optimization_level,
-        kv_memory_mb=kv_memory_mb,
-        max_n=config.max_parallel_branches,
-    )
-    from magnitude_engine.engine import Engine
-    from magnitude_engine.model.loader import load_model
-
-    terminal = sys.stderr.isatty()
-    engine = Engine(load_model(settings, _show_progress if terminal else None), settings)
-    if terminal:
-        sys.stderr.write("\n")
-    engine.start()
-    return engine
-
-
-def _show_progress(share: float) -> None:
-    sys.stderr.write(f"\rloading the model {round(share * 100):3d} % ")
-    sys.stderr.flush()
-
-
-def _last(items: Iterator[StreamItem]) -> GenerateResult:
-    """Returns the result at the end of `items`."""
-    for item in items:
-        if item["result"] is not None:
-            return item["result"]
-    raise EngineError("the engine ended the answer without a result")
-
-
-async def _alast(items: AsyncIterator[StreamItem]) -> GenerateResult:
-    async for item in items:
-        if item["result"] is not None:
-            return item["result"]
-    raise EngineError("the engine ended the answer without a result")
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this MagnitudeEngine is closed; make another one")

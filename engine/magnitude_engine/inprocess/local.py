@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +11,8 @@ from magnitude_engine import api
 from magnitude_engine.client.answers import CalledFunction, CalledTool, GenerateResult, StreamItem
 from magnitude_engine.client.requests import Ask
 from magnitude_engine.errors import EngineError, FeatureUnsupported, MagnitudeError, RequestError
+
+TENANT = "local"
 
 _T = TypeVar("_T")
 
@@ -39,7 +41,7 @@ class _Message(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-def to_generate(ask: Ask, request: str, session: str, seed: int) -> api.Generate:
+def to_generate(ask: Ask, request: str, session: str, branch: str, seed: int) -> api.Generate:
     """Returns the engine's request for `ask`; `seed` is used where the caller set none.
 
     Raises:
@@ -55,8 +57,9 @@ def to_generate(ask: Ask, request: str, session: str, seed: int) -> api.Generate
     return api.Generate(
         request=request,
         epoch=0,
-        tenant="local",
+        tenant=TENANT,
         session=session,
+        branch=branch,
         input=_input(ask),
         sampling=api.Sampling(
             temperature=1.0 if options.temperature is None else options.temperature,
@@ -73,7 +76,6 @@ def _input(ask: Ask) -> api.Input:
     if ask.messages is None:
         return api.TextInput(text=ask.prompt)
     messages = _convert("messages", ask.messages, list[_Message])
-    tools = _convert("tools", ask.options.tools or (), list[_Tool])
     choice = ask.options.tool_choice or "auto"
     if choice not in ("auto", "none"):
         raise FeatureUnsupported("tool_choice is 'auto' or 'none' in process", param="tool_choice")
@@ -91,23 +93,37 @@ def _input(ask: Ask) -> api.Input:
             )
             for message in messages
         ),
-        tools=tuple(
-            api.Tool(
-                name=tool.function.name,
-                description=tool.function.description or "",
-                parameters=tool.function.parameters or {},
-            )
-            for tool in tools
-        ),
+        tools=read_tools(ask.options.tools or ()),
         tool_choice=api.ToolChoice(mode="none" if choice == "none" else "auto"),
     )
+
+
+def read_tools(given: Iterable[Mapping[str, Any]]) -> tuple[api.Tool, ...]:
+    """Returns OpenAI tool definitions in the engine's terms.
+
+    Raises:
+        RequestError: one has the wrong form, or a name stands twice; the message says which, `param` is `tools`.
+    """
+    tools: dict[str, api.Tool] = {}
+    for index, tool in enumerate(_convert("tools", given, list[_Tool])):
+        function = tool.function
+        place = f"tools[{index}].function.name"
+        if not function.name:
+            raise RequestError(f"{place} is empty; give the function a name", param="tools")
+        if function.name in tools:
+            raise RequestError(f"{place} {function.name!r} is used twice; names must differ", param="tools")
+        tools[function.name] = api.Tool(
+            name=function.name, description=function.description or "", parameters=function.parameters or {}
+        )
+    return tuple(tools.values())
 
 
 def _convert(param: str, value: Any, shape: type[_T]) -> _T:
     try:
         return msgspec.convert([dict(item) for item in value], type=shape)
     except (msgspec.ValidationError, TypeError, ValueError) as problem:
-        raise RequestError(f"{param} do not have OpenAI's form: {problem}", param=param) from problem
+        where = str(problem).replace("`$", f"`{param}")
+        raise RequestError(f"{param} do not have OpenAI's form: {where}", param=param) from problem
 
 
 class EventCollector:
@@ -154,12 +170,7 @@ class EventCollector:
             text="".join(self._text),
             session_id=self._session,
             finish_reason=self._finish,
-            usage={
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            },
+            usage=_usage(usage),
             route="local",
             request_id=self._request,
             tool_calls=[self._calls[index] for index in sorted(self._calls)],
@@ -167,6 +178,25 @@ class EventCollector:
         if self._logprobs_wanted:
             result["logprobs"] = {"content": self._logprobs}
         return result
+
+
+def _usage(usage: api.Usage) -> dict[str, Any]:
+    """Returns OpenAI's usage object with the engine's own figures under `magnitude`, as a server sends it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "magnitude": {
+            "drafted_tokens": usage.drafted_tokens,
+            "accepted_tokens": usage.accepted_tokens,
+            "forced_tokens": usage.forced_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "cached_host_tokens": usage.cached_host_tokens,
+            "cached_disk_tokens": usage.cached_disk_tokens,
+        },
+    }
 
 
 def _logprob(position: api.TokenLogprob) -> dict[str, Any]:

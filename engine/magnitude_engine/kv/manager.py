@@ -15,67 +15,67 @@ one is committed, others still find the tokens that were retained. Tenants never
 own, and pages that change tenants are zeroed before use.
 
 A lease that holds a retained page holds all pages before it in the tree too, so that the retained pages which
-nobody leases can all be evicted, from the leaves up.
+nobody leases can all be evicted, from the leaves up. Which leaf goes is for `retention.py` to choose. An evicted
+full page is spilled to the lower tiers (`tiers.py`) unless they have it; a sequence that needs it again gets it from
+there into a new page.
 
 Not thread-safe: the engine's thread owns it. `take_ops` returns the copies and zeroings that must be applied to
-the tensors before the next forward pass.
+the tensors before the next forward pass, in order.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from magnitude_engine import api
 from magnitude_engine.config import PAGE_TOKENS
-from magnitude_engine.kv.pool import IntegrityError, PageOp, PagePool
-from magnitude_engine.kv.radix import NO_PAGE, Node, RadixTree
+from magnitude_engine.kv.blocks import BlockName, chain, next_digest
+from magnitude_engine.kv.integrity import check_accounts
+from magnitude_engine.kv.lease import CacheKey, Evicted, Lease, pages_for
+from magnitude_engine.kv.pool import CacheOp, Fill, PageOp, PagePool, Payload, Spill
+from magnitude_engine.kv.radix import Node, RadixTree
+from magnitude_engine.kv.report import stretches
+from magnitude_engine.kv.retention import Candidate, Retention
+from magnitude_engine.kv.tiers import Tiers
 
-
-class CacheKey(NamedTuple):
-    """Whose tokens these are; what is retained is shared within the tenant."""
-
-    tenant: str
-    session: str
-    branch: str
-    choice: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """The pages of one sequence; changed by the manager only.
-
-    Attributes:
-        pages: page ids for positions 0, 16, 32, …
-        length: tokens whose keys and values are in the pages.
-        reused: tokens that `acquire` found in the cache.
-        source: the retained page of which it began with a copy.
-    """
-
-    key: CacheKey
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-    reused: int = 0
-    source: Node | None = None
-
-
-def pages_for(tokens: int) -> int:
-    """Returns how many pages hold `tokens` tokens."""
-    return -(-tokens // PAGE_TOKENS)
+NOTHING: Mapping[bytes, Payload] = {}
 
 
 class CacheManager:
-    """Leases and retains the pages of a pool of `pages` pages; with `reuse` off nothing is retained."""
+    """Leases and retains the pages of a pool.
 
-    def __init__(self, pages: int, reuse: bool = True) -> None:
+    Args:
+        pages: how many there are.
+        reuse: whether anything is retained.
+        tiers: where evicted pages go and come back from; default: nowhere.
+        clock: seconds, monotonic.
+
+    Attributes:
+        retention: what is known of the sessions; it chooses what is evicted.
+        evicted: running totals.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        reuse: bool = True,
+        tiers: Tiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = PagePool(pages)
-        self._reuse = reuse
-        self._tree = RadixTree()
+        self.reuse = reuse
+        self._tiers = tiers or Tiers()
+        self._clock = clock
+        self._tree = RadixTree(self._tiers.identity, clock)
         self._leases: set[Lease] = set()
-        self._ops: list[PageOp] = []
-        self.evicted_pages = 0
+        self._ops: list[CacheOp] = []
+        self._unsaved: deque[Node] = deque()
+        self.retention = Retention(pages)
+        self.evicted = Evicted()
 
     @property
     def total(self) -> int:
@@ -88,27 +88,69 @@ class CacheManager:
         return self._pool.free + self._pool.idle
 
     @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return self._pool.free
+
+    @property
     def retained(self) -> int:
         """Pages kept for later steps only."""
         return self._pool.idle
+
+    @property
+    def unsaved(self) -> int:
+        """Retained pages that may have to be written to a lower tier yet."""
+        return len(self._unsaved)
 
     def recoverable(self, lease: Lease) -> int:
         """Returns how many pages become available when `lease` ends."""
         return sum(1 for page in lease.pages if self._pool.leases(page) == 1)
 
-    def acquire(self, key: CacheKey, ids: Sequence[int]) -> Lease:
+    def chain(self, tenant: str, ids: Sequence[int]) -> list[bytes]:
+        """Returns the digests of the full pages of `ids`."""
+        return chain(self._tree.root(tenant), ids)
+
+    def cached_pages(self, chain: Sequence[bytes]) -> tuple[int, int]:
+        """Returns how many of the pages with these digests are retained, and how many of those are in use.
+
+        A page is retained, or in use, only with all pages before it, so both are found in O(log pages).
+        """
+        cached = bisect_left(chain, True, key=lambda digest: self._tree.page_of(digest) is None)
+        return cached, bisect_left(chain, True, hi=cached, key=lambda digest: not self._in_use(digest))
+
+    def path(self, digest: bytes) -> list[bytes]:
+        """Returns the digests of a retained page and of all before it, the first page first."""
+        return [node.digest for node in self._tree.path(digest)]
+
+    def missing(self, tenant: str, ids: Sequence[int]) -> Iterator[BlockName]:
+        """Yields the names of the full pages of `ids` that are not retained; the last token is never among them."""
+        usable = len(ids) - 1
+        digest, done = self._tree.root(tenant), 0
+        for node in self._tree.follow(tenant, ids[:usable]):
+            digest, done = node.digest, done + PAGE_TOKENS
+        while done + PAGE_TOKENS <= usable:
+            chunk = tuple(ids[done : done + PAGE_TOKENS])
+            name = BlockName(next_digest(digest, chunk), digest, chunk)
+            yield name
+            digest, done = name.key, done + PAGE_TOKENS
+
+    def acquire(self, key: CacheKey, ids: Sequence[int], fetched: Mapping[bytes, Payload] = NOTHING) -> Lease:
         """Returns a lease on the longest prefix of `ids` retained for the tenant, at most len(ids) - 1 tokens.
 
-        Full pages are shared. A partial page is written on where all of it matches and nobody else does so, and
+        Full pages are shared; where they end, the lower tiers are asked for more: those in host memory, and
+        `fetched` ones by digest. A partial page is written on where all of it matches and nobody else does so, and
         copied otherwise.
         """
         lease = Lease(key)
         self._leases.add(lease)
-        found = self._tree.match(key.tenant, ids[: len(ids) - 1])
+        usable = ids[: len(ids) - 1]
+        found = self._tree.match(key.tenant, usable)
         lease.pages = [node.page for node in found.full]
         self._pool.lease(lease.pages)
         lease.length = len(found.full) * PAGE_TOKENS
-        if found.partial is not None:
+        digest = found.full[-1].digest if found.full else self._tree.root(key.tenant)
+        self._restore(lease, digest, usable, fetched)
+        if found.partial is not None and lease.length == len(found.full) * PAGE_TOKENS:
             page = found.partial.page
             if found.common == len(found.partial.ids) and not self._pool.leases(page):
                 self._pool.lease([page])
@@ -168,16 +210,53 @@ class CacheManager:
         lease.pages, lease.length, lease.source = [], 0, None
 
     def evict(self, pages: int) -> int:
-        """Frees up to `pages` idle pages, the least recently used leaf first each time; returns how many."""
-        freed = 0
+        """Frees up to `pages` idle pages, leaf by leaf as retention chooses; returns how many.
+
+        Pages that are not wanted again go without a trace; others are spilled where a lower tier has room.
+        """
+        freed = dead = spilled = 0
         while freed < pages:
-            node = self._tree.pop_unused(lambda page: self._pool.leases(page) > 0)
+            node = self._tree.pop_unused(self._is_leased, self._choose)
             if node is None:
                 break
-            self._pool.end_retention([node.page])
-            freed += 1
-        self.evicted_pages += freed
+            unwanted = self._unwanted(node)
+            # What was only used with the chosen page would be chosen next.
+            while node is not None:
+                freed += 1
+                dead += unwanted
+                spilled += not unwanted and self._spill(node)
+                self._pool.end_retention([node.page])
+                node = self._tree.pop_behind(node, self._is_leased) if freed < pages else None
+        total = self.evicted
+        self.evicted = Evicted(total.pressure + freed - dead, total.dead + dead, total.spilled + spilled)
         return freed
+
+    def leave(self, ends: Iterable[bytes]) -> None:
+        """Notes that sequences with these last digests are not wanted again: their pages are the first to go."""
+        for end in ends:
+            self._tree.leave(end)
+
+    def take_unsaved(self, pages: int) -> list[Spill]:
+        """Returns up to `pages` retained pages that no lower tier holds yet, the longest retained first."""
+        due: list[Spill] = []
+        while self._unsaved and len(due) < pages:
+            node = self._unsaved.popleft()
+            node.unsaved = False
+            if self._tree.at(node.page) is node and node.name is not None and self._tiers.lacks(node.digest):
+                due.append(Spill(node.page, node.name))
+        return due
+
+    def postpone(self, spills: Sequence[Spill]) -> None:
+        """Puts back what `take_unsaved` returned and could not be saved."""
+        for spill in reversed(spills):
+            node = self._tree.at(spill.page)
+            if node is not None and node.digest == spill.name.key:
+                node.unsaved = True
+                self._unsaved.appendleft(node)
+
+    def runs(self) -> tuple[api.CacheRun, ...]:
+        """Returns the retained pages as stretches without a fork, parents first."""
+        return stretches(self._tree.roots(), self._is_leased, self._clock())
 
     def forget(self, lease: Lease) -> None:
         """Ends a lease whose numbers are broken: nothing that it computed or started from is found again.
@@ -189,69 +268,97 @@ class CacheManager:
         if lease.source is not None:
             held.append(lease.source)
         for node in held:
-            gone = [each.page for each in self._tree.remove(node)]
+            removed = self._tree.remove(node)
+            gone = [each.page for each in removed]
             self._pool.spoil(gone)
             self._pool.end_retention(gone)
+            self._tiers.discard([each.digest for each in removed if each.digest])
         self._pool.spoil(lease.pages)
         self.release(lease)
 
     def reset(self) -> None:
         """Ends all leases and drops everything retained; all pages are zeroed before their next use."""
         self._pool = PagePool(self._pool.total, dirty=True)
-        self._tree = RadixTree()
+        self._tree = RadixTree(self._tiers.identity, self._clock)
         self._leases.clear()
         self._ops.clear()
+        self._unsaved.clear()
 
-    def take_ops(self) -> list[PageOp]:
+    def take_ops(self) -> list[CacheOp]:
         """Returns the page operations due before the next forward pass, and forgets them."""
         ops, self._ops = self._ops, []
         return ops
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when the pool's counts are not those of the leases and trees."""
-        self._pool.check_integrity()
-        self._tree.check_integrity()
-        held = Counter(p for lease in self._leases for p in lease.pages)
-        held.update(p for p in range(self._pool.total) if self._tree.at(p) is not None)
-        for page in range(self._pool.total):
-            if self._pool.holders(page) != held[page]:
-                raise IntegrityError(f"page {page} has {held[page]} holders, {self._pool.holders(page)} counted")
-            node = self._tree.at(page)
-            if node is not None and self._pool.spoiled(page):
-                raise IntegrityError(f"page {page} holds broken numbers and is retained")
-            if node is not None and not (node.children or node.queued or self._pool.leases(page)):
-                raise IntegrityError(f"page {page} is an unused leaf that eviction would not find")
-        for lease in self._leases:
-            self._check_lease(lease)
-
-    def _check_lease(self, lease: Lease) -> None:
-        full, rest = divmod(lease.length, PAGE_TOKENS)
-        for page in lease.pages[full:]:
-            node = self._tree.at(page)
-            written = 0 if node is None else len(node.ids)
-            if self._pool.leases(page) != 1 or written > rest:
-                raise IntegrityError("a page that is written next is shared")
-        for before, page in itertools.pairwise([NO_PAGE, *lease.pages]):
-            node = self._tree.at(page)
-            if node is not None and (node.parent is None or node.parent.page != before):
-                raise IntegrityError(f"page {page} is leased without the page before it")
+        check_accounts(self._pool, self._tree, self._leases)
 
     def _retain(self, lease: Lease, ids: Sequence[int], tokens: int) -> None:
         """Puts the first `tokens` tokens into the tree; full pages that are there already replace the lease's."""
         sound = next((i for i, page in enumerate(lease.pages) if self._pool.spoiled(page)), len(lease.pages))
         tokens = min(tokens, sound * PAGE_TOKENS)
-        if not self._reuse or not tokens:
+        if not self.reuse or not tokens:
             return
         node = self._tree.begin(lease.key.tenant)
         for index, start in enumerate(range(0, tokens, PAGE_TOKENS)):
             chunk, page = tuple(ids[start : min(start + PAGE_TOKENS, tokens)]), lease.pages[index]
             node, added, superseded = self._tree.place(node, chunk, page)
+            self._tree.own(node, lease.key.owner)
             if added:
                 self._pool.retain([page])
+            if node.digest and not node.unsaved and self._tiers.lacks(node.digest):
+                node.unsaved = True
+                self._unsaved.append(node)
             if superseded is not None:
                 self._pool.end_retention([superseded.page])
             if node.page != page and len(chunk) == PAGE_TOKENS:
                 self._replace(lease, index, node.page)
+
+    def _restore(self, lease: Lease, digest: bytes, ids: Sequence[int], fetched: Mapping[bytes, Payload]) -> None:
+        """Appends the pages that a lower tier has, as long as each goes on from the one before.
+
+        They are retained at once: operations apply before anybody reads them.
+        """
+        while lease.length + PAGE_TOKENS <= len(ids):
+            digest = next_digest(digest, ids[lease.length : lease.length + PAGE_TOKENS])
+            payload = fetched.get(digest)
+            from_disk = payload is not None
+            if payload is None:
+                payload = self._tiers.load(digest)
+            if payload is None or not self._reserve(1):
+                break
+            (page,) = self._allocate(1, lease)
+            self._ops.append(Fill(page, payload))
+            lease.pages.append(page)
+            lease.length += PAGE_TOKENS
+            lease.from_disk += PAGE_TOKENS if from_disk else 0
+            lease.from_host += 0 if from_disk else PAGE_TOKENS
+        if lease.from_disk or lease.from_host:
+            self._retain(lease, ids, lease.length)
+
+    def _choose(self, leaves: Sequence[Node]) -> int:
+        """Returns which of the least recently used leaves goes."""
+        candidates = [Candidate(None if n.shared else n.session, n.used_at, n.left) for n in leaves]
+        return self.retention.choose(candidates, self._clock())
+
+    def _unwanted(self, node: Node) -> bool:
+        if node.shared:
+            return False
+        return node.left or math.isinf(self.retention.expected_use_s(node.session, node.used_at, self._clock()))
+
+    def _spill(self, node: Node) -> bool:
+        """Has a page that leaves the tree handed to the lower tiers where they want it."""
+        if node.name is None or not self._tiers.wants(node.digest):
+            return False
+        self._ops.append(Spill(node.page, node.name))
+        return True
+
+    def _is_leased(self, page: int) -> bool:
+        return self._pool.leases(page) > 0
+
+    def _in_use(self, digest: bytes) -> bool:
+        page = self._tree.page_of(digest)
+        return page is not None and self._is_leased(page)
 
     def _replace(self, lease: Lease, index: int, page: int) -> None:
         """Gives `page` in place of another to a lease, and to the forks that share that one with it.

@@ -7,7 +7,7 @@ retained. Its state follows from the two counts:
     leases 0, retained > 0  idle: may be evicted at any time
     leases > 0              in use
 
-Only numbers live here; `tensors.py` does what the returned `PageOp`s say to the tensors.
+Only numbers live here; `tensors.py` does what the returned operations say to the tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from magnitude_engine.errors import EngineError
+from magnitude_engine.kv.blocks import BlockName
+
+Payload = bytes | memoryview
 
 
 class OutOfPages(EngineError):
@@ -32,6 +35,23 @@ class PageOp(NamedTuple):
 
     source: int | None
     target: int
+
+
+class Spill(NamedTuple):
+    """Hand the numbers of `page` to the lower tiers, which know them as `name`."""
+
+    page: int
+    name: BlockName
+
+
+class Fill(NamedTuple):
+    """Write `payload`, the numbers of one page from a lower tier, to `page`."""
+
+    page: int
+    payload: Payload
+
+
+CacheOp = PageOp | Spill | Fill
 
 
 class Allocation(NamedTuple):

@@ -85,20 +85,21 @@ class KeyValueCache:
         keys, values: per layer [pages, PAGE_TOKENS, kv_heads, head_dim]; consecutive page ids are consecutive
             in memory, so that a run of pages reads as one token-major matrix without a copy. Tensor
             parallelism shards the head axis.
+        pages: all of them as one tensor, [2 * layers, pages, ...]: keys and values of the first layer, of the
+            second, and so on.
     """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    pages: torch.Tensor
 
     @classmethod
     def allocate(
         cls, shape: ModelShape, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> KeyValueCache:
         """Returns zeroed tensors for `pages` pages."""
-        size = (pages, page_tokens, shape.kv_heads, shape.head_dim)
-        keys = tuple(_zeros(size, dtype, device) for _ in range(shape.layers))
-        values = tuple(_zeros(size, dtype, device) for _ in range(shape.layers))
-        return cls(keys, values)
+        whole = _zeros((2 * shape.layers, pages, page_tokens, shape.kv_heads, shape.head_dim), dtype, device)
+        return cls(tuple(whole[0::2]), tuple(whole[1::2]), whole)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,18 +9,16 @@ residual stream is float32 in every profile; a lane's dtype is that of its matri
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.nn import functional
 
 from magnitude_engine.model.attention import Attention
 from magnitude_engine.model.batch import KeyValueCache, StepBatch, StepOutput
 from magnitude_engine.model.gguf import GROUP, Blocks
-from magnitude_engine.model.linear import Linear, in_tiles
+from magnitude_engine.model.linear import Linear
+from magnitude_engine.model.pointwise import Pointwise, Rotary
 from magnitude_engine.model.weights import LlamaConfig, Matrix
 
 
@@ -71,96 +69,6 @@ class Lanes(Protocol):
         """Returns the head's form for `rows` wanted rows."""
 
 
-class Pointwise(Protocol):
-    """The row-wise functions of a layer."""
-
-    def prepared(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns a norm's weight in the form that `norm` takes."""
-
-    def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns h / sqrt(mean(h²) + epsilon) * weight for float32 [rows, hidden] and a prepared weight."""
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Returns silu(gate) * up for [rows, 2 * ffn]."""
-
-
-@dataclass(frozen=True, slots=True)
-class FastPointwise:
-    """As few operations as there can be: at one row, each costs more to start than to run.
-
-    With n columns, sqrt(mean(h²) + epsilon) is hypot(|h|, floor) / sqrt(n), where floor = sqrt(n * epsilon);
-    the weight takes up the sqrt(n).
-    """
-
-    floor: torch.Tensor
-
-    @classmethod
-    def build(cls, config: LlamaConfig, device: torch.device) -> FastPointwise:
-        """Returns the functions for a model."""
-        return cls(torch.tensor(math.sqrt(config.hidden * config.epsilon), device=device))
-
-    def prepared(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the weight times the root of its length."""
-        return weight * math.sqrt(weight.shape[0])
-
-    def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the normalised rows."""
-        length = torch.hypot(torch.linalg.vector_norm(h, dim=-1, keepdim=True), self.floor)
-        return h.div(length).mul_(weight)
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Returns the gated rows."""
-        gate, up = gate_up.chunk(2, -1)
-        return functional.silu(gate).mul_(up)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPointwise:
-    """Fixed shapes, so that a row's bits depend on nothing beside it.
-
-    Vector code and the scalar code of its remainders round exponentials differently; where a remainder falls
-    depends on the shape of the whole tensor. Sums go in fixed tiles, the exponential row by row.
-    """
-
-    epsilon: float
-
-    def prepared(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the weight as it is."""
-        return weight
-
-    def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the normalised rows."""
-
-        def tile(x: torch.Tensor) -> torch.Tensor:
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
-
-        return in_tiles(tile, h) * weight
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Returns the gated rows."""
-        gate, up = gate_up.chunk(2, -1)
-        return torch.stack([functional.silu(row.clone()) for row in gate]) * up
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotary position tables, float32 [context, head_dim]: cosines, and sines with the first half negated."""
-
-    cosine: torch.Tensor
-    sine: torch.Tensor
-
-    @classmethod
-    def build(cls, config: LlamaConfig, context: int, factors: torch.Tensor | None, device: torch.device) -> Rotary:
-        """Returns tables for positions 0..context-1, computed in float64."""
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        frequency = config.rope_base**-exponent
-        if factors is not None:
-            frequency = frequency / factors.double()
-        angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
-        cosine, sine = angle.cos().float(), angle.sin().float()
-        return cls(torch.cat([cosine, cosine], -1).to(device), torch.cat([-sine, sine], -1).to(device))
-
-
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """Token embeddings, kept as stored: a dense matrix, or blocks decoded row by row."""
@@ -193,38 +101,19 @@ class Decoder:
         """Writes the step's keys and values into `cache` and returns the wanted rows' logits."""
         lane = self.lanes.layers(batch.ids.shape[0])
         plan = self.attention.plan(batch, cache.keys[0].dtype)
-        turn = self._turn(batch.positions)
+        place = self.pointwise.placing(batch, self.rotary, self.config)
         h = self.embedding(batch.ids)
-        for index, (linears, norms) in enumerate(zip(lane.layers, self.norms, strict=True)):
-            qkv = linears.qkv(self.pointwise.norm(h, norms.attention).to(lane.dtype))
-            q = self._store(qkv, turn, batch.slots, (cache.keys[index], cache.values[index]))
-            attended = self.attention(q, cache.keys[index], cache.values[index], plan)
-            h += linears.out(attended.to(lane.dtype))
-            x = self.pointwise.norm(h, norms.ffn).to(lane.dtype)
-            h += linears.down(self.pointwise.gate(linears.gate_up(x)))
+        added: torch.Tensor | None = None
+        layers = zip(lane.layers, self.norms, cache.keys, cache.values, strict=True)
+        for linears, norms, keys, values in layers:
+            qkv = linears.qkv(self.pointwise.add_norm(h, added, norms.attention, lane.dtype))
+            attended = self.attention(place(qkv, keys, values), keys, values, plan)
+            out = linears.out(attended.to(lane.dtype))
+            x = self.pointwise.add_norm(h, out, norms.ffn, lane.dtype)
+            added = linears.down(self.pointwise.gate(linears.gate_up(x)))
+        if added is not None:
+            h += added
         return self._finish(h[batch.logit_rows])
-
-    def _turn(self, positions: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the rotation of these positions, for [rows, heads, head_dim]."""
-        cosine, sine = self.rotary.cosine[positions][:, None], self.rotary.sine[positions][:, None]
-        half = self.config.head_dim // 2
-        return lambda x: (x * cosine).add_(x.roll(half, -1).mul_(sine))
-
-    def _store(
-        self,
-        qkv: torch.Tensor,
-        turn: Callable[[torch.Tensor], torch.Tensor],
-        slots: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Writes keys and values at their slots; returns the rotated queries [rows, heads, head_dim]."""
-        c = self.config
-        heads = qkv.view(qkv.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
-        turned = turn(heads[:, : c.heads + c.kv_heads].float())
-        keys, values = cache
-        keys.flatten(0, 1).index_copy_(0, slots, turned[:, c.heads :].to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, slots, heads[:, c.heads + c.kv_heads :].to(values.dtype))
-        return turned[:, : c.heads]
 
     def _finish(self, hidden: torch.Tensor) -> StepOutput:
         """Returns float32 logits of the given rows, and their normalised activations."""

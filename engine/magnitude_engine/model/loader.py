@@ -15,6 +15,7 @@ from magnitude_engine.config import EngineConfig, Profile
 from magnitude_engine.errors import ConfigError, ModelDoesNotFit, ModelNotFound, ModelUnsupported
 from magnitude_engine.model import tokenizer as tokenizers
 from magnitude_engine.model.gguf import GgufFile
+from magnitude_engine.model.graphs import build_runner
 from magnitude_engine.model.prompt import PromptEncoder
 from magnitude_engine.model.runner import Runner, build_decoder
 from magnitude_engine.model.safetensors import FolderLlama
@@ -93,7 +94,7 @@ def assemble(config: EngineConfig, source: Source, place: Placement, progress: C
         parameters=parameter_count(c),
         path=config.model_path,
     )
-    runner = Runner(decoder, place.profile, place.context, place.device)
+    runner = build_runner(decoder, place.profile, place.context, place.device, config.max_batch_size)
     worker_log.info("model %s, profile %s on %s: %s", card.name, card.profile, place.device.type, runner.lanes)
     return LoadedModel(runner, source.tokenizer, PromptEncoder(source.tokenizer, template), card)
 

@@ -15,17 +15,7 @@ import torch
 from magnitude_engine.config import PAGE_TOKENS, Profile
 from magnitude_engine.model.attention import Attention, GroupedAttention, SplitAttention
 from magnitude_engine.model.batch import KeyValueCache, ModelShape, StepBatch, StepOutput
-from magnitude_engine.model.decoder import (
-    Decoder,
-    Embedding,
-    FastPointwise,
-    FixedPointwise,
-    HeadLane,
-    Lane,
-    LayerNorms,
-    Pointwise,
-    Rotary,
-)
+from magnitude_engine.model.decoder import Decoder, Embedding, HeadLane, Lane, LayerNorms
 from magnitude_engine.model.fused import FusedAttention
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.lanes import (
@@ -39,7 +29,10 @@ from magnitude_engine.model.lanes import (
     tiled_linears,
 )
 from magnitude_engine.model.linear import Dense, Tiled, quantise_rows
+from magnitude_engine.model.paged import PagedAttention
+from magnitude_engine.model.pointwise import FastPointwise, FixedPointwise, KernelPointwise, Pointwise, Rotary
 from magnitude_engine.model.weights import Checkpoint, LayerWeights, dense
+from magnitude_kernels import dispatch
 
 CPU = torch.device("cpu")
 
@@ -75,6 +68,10 @@ class Runner:
         with torch.inference_mode():
             return self._decoder.forward(batch, cache)
 
+    def recapture(self) -> bool:
+        """To be called between steps while nothing waits, until it returns False: prepares for steps like the last."""
+        return False
+
 
 def build_decoder(
     checkpoint: Checkpoint,
@@ -98,6 +95,8 @@ def build_decoder(
         attention = FusedAttention.build(c.heads, c.kv_heads, c.head_dim)
     else:
         attention = GroupedAttention(c.heads // c.kv_heads)
+    if profile == "native" and device.type == "cuda" and dispatch.HAS_TRITON:
+        pointwise, attention = KernelPointwise(c.epsilon), PagedAttention()
     norms: list[LayerNorms] = []
 
     def layer(index: int) -> LayerWeights:

@@ -129,7 +129,9 @@ mode = "none"
 
 {{- /* The engine's settings as JSON. */ -}}
 {{- define "magnitude.engine" -}}
+{{- $defaults := dict "threads" (include "magnitude.threads" . | int) "kv_disk_mb" 4096 }}
 {{- $fixed := dict "model_path" (include "magnitude.modelPath" .) "model_name" .Values.model.name }}
-{{- $engine := mergeOverwrite (dict "threads" (include "magnitude.threads" . | int)) .Values.worker.engine $fixed }}
+{{- $_ := set $fixed "kv_dir" "/var/lib/magnitude/worker/kv/default" }}
+{{- $engine := mergeOverwrite $defaults .Values.worker.engine $fixed }}
 {{- toJson $engine }}
 {{- end }}

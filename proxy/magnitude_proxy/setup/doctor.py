@@ -150,8 +150,9 @@ def judge_memory(machine: Machine, config: ProxyConfig) -> Finding:
     if engine is None or machine.memory_total == 0:
         return Finding(area="memory", level="ok", found=found)
     weights = _model_bytes(config) // hardware.MIB
-    needed = weights + engine.kv_memory_mb
-    found += f"; the model's file takes {weights} and the cache up to {engine.kv_memory_mb}"
+    cache = engine.kv_memory_mb + engine.kv_host_mb
+    needed = weights + cache
+    found += f"; the model's file takes {weights} and the cache up to {cache}"
     if machine.memory_free < weights:
         return Finding(area="memory", level="missing", found=found, todo="choose a smaller --model", fatal=True)
     if machine.memory_free < needed:

@@ -32,12 +32,18 @@ class OutputDetails(Reply, frozen=True, kw_only=True):
 
 
 class EngineFigures(Reply, frozen=True, kw_only=True):
-    """The engine's own figures of one request."""
+    """The engine's own figures of one request, zero where an upstream answered.
+
+    Attributes:
+        cached_tokens: all that were found; of these, those that came back from host memory and from disk follow.
+    """
 
     drafted_tokens: int
     accepted_tokens: int
     forced_tokens: int
     cached_tokens: int
+    cached_host_tokens: int
+    cached_disk_tokens: int
 
 
 class UsageReply(Reply, frozen=True, kw_only=True):
@@ -228,6 +234,8 @@ def usage_reply(usage: api.Usage, predicted: bool) -> UsageReply:
             accepted_tokens=usage.accepted_tokens,
             forced_tokens=usage.forced_tokens,
             cached_tokens=usage.cached_tokens,
+            cached_host_tokens=usage.cached_host_tokens,
+            cached_disk_tokens=usage.cached_disk_tokens,
         ),
     )
 

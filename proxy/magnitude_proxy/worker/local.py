@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from magnitude_engine import api
+from magnitude_engine.errors import WorkerLost
 from magnitude_proxy.routing.route import Step
 from magnitude_proxy.telemetry import FRAMES_FENCED, WORKER_UP, WORKER_VALUE, Telemetry, worker_log
 from magnitude_proxy.worker.inbox import Inbox
@@ -26,6 +27,7 @@ from magnitude_proxy.worker.inbox import Inbox
 ATTEMPTS = 1000
 WELCOME_S = 10.0
 PROBE_S = 1.0
+INSPECT_S = 10.0
 RECONNECT_FIRST_S = 0.02
 RECONNECT_MOST_S = 1.0
 
@@ -76,6 +78,7 @@ class LocalRoute:
         self._coming = coming
         self._clock = clock
         self._inboxes: dict[tuple[str, int], Inbox] = {}
+        self._report: asyncio.Future[api.CacheReport | None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pid: int | None = None
         self._heard = self._moved = clock()
@@ -114,6 +117,32 @@ class LocalRoute:
         """Returns how the worker does now."""
         now = self._clock()
         return Pulse(self._pid, now - self._heard, now - self._moved)
+
+    async def inspect(self, limit_s: float = INSPECT_S) -> api.CacheReport:
+        """Returns what the worker's cache holds, as it says between two steps; those who ask at once share one report.
+
+        Raises:
+            WorkerLost: there is no worker, it was lost meanwhile, or it said nothing for `limit_s` seconds.
+        """
+        if self._writer is None:
+            raise WorkerLost(f"the local worker cannot say what its cache holds: {self.problem}")
+        if self._report is None:
+            self._report = asyncio.get_running_loop().create_future()
+            _send(self._writer, api.encode_frame(api.Inspect()))
+        asked = self._report
+        try:
+            async with asyncio.timeout(limit_s):
+                report = await asyncio.shield(asked)
+        except TimeoutError as error:
+            if self._report is asked:
+                self._report = None
+            raise WorkerLost(
+                f"the local worker did not say within {limit_s:g} s what its cache holds; it answers between "
+                "two steps: try again"
+            ) from error
+        if report is None:
+            raise WorkerLost("the local worker was lost before it said what its cache holds; try again")
+        return report
 
     async def answer(self, step: Step, attempt: int) -> AsyncGenerator[api.AnswerEvent, None]:
         """Yields the worker's events of `step`; see `Route.answer`."""
@@ -211,6 +240,8 @@ class LocalRoute:
             if self.status is None or event.steps != self.status.steps or not (event.running or event.waiting):
                 self._moved = now
             self.status = event
+        elif isinstance(event, api.CacheReport):
+            self._reported(event)
         elif not isinstance(event, api.Welcome):
             inbox = self._inboxes.get((event.request, event.epoch))
             if inbox is None:
@@ -218,10 +249,17 @@ class LocalRoute:
             else:
                 inbox.put(event)
 
+    def _reported(self, report: api.CacheReport | None) -> None:
+        """Gives `report`, None when none will come, to those who wait for one."""
+        asked, self._report = self._report, None
+        if asked is not None and not asked.done():
+            asked.set_result(report)
+
     def _lose(self) -> None:
         """Fails every open request."""
         self._writer = None
         self.status = None
+        self._reported(None)
         for key, inbox in self._inboxes.items():
             inbox.put(_failed(key, "worker_lost", "the local worker was lost while it answered; try again"))
 

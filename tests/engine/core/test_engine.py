@@ -3,7 +3,6 @@ tokens as alone and cold."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from magnitude_engine import api
 from magnitude_engine.engine import Engine
 from magnitude_engine.model.loader import LoadedModel
+from testkit.clock import ManualClock
 from testkit.engine import Recorder, alone, drain, engine_config, generate, run, spoiled, submit
 from testkit.tiny import tiny_model
 
@@ -425,11 +425,13 @@ def test_steps_count_up_while_there_is_work(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize(("seconds_per_step", "rows"), [(0.0001, 64), (9.0, 16)])
 def test_chunks_shrink_where_steps_are_slow(seconds_per_step: float, rows: int) -> None:
-    """With a clock that advances by reading, each step seems to take as long as said."""
-    clock = itertools.count()
-    engine = Engine(
-        tiny_model(profile="native"), engine_config(), clock=lambda: next(clock) * seconds_per_step, pages=64
-    )
+    clock = ManualClock()
+
+    def slow(logits: torch.Tensor, number: int) -> torch.Tensor:
+        clock.advance(seconds_per_step)
+        return logits
+
+    engine = Engine(spoiled(tiny_model(profile="native"), slow), engine_config(), clock=clock, pages=64)
     (first,) = run(engine, generate(LONG))
     (second,) = run(engine, generate(LONG + LONG, tenant="another"))
     done = [p.done for p in second.of(api.Progress)]

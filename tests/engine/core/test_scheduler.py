@@ -120,6 +120,24 @@ def test_the_row_budget_follows_what_steps_cost(few: Measured | None, many: Meas
     assert row_budget(few, many, chunk=256) == rows
 
 
+@pytest.mark.parametrize(
+    ("many", "alone", "rows"),
+    [
+        (None, 300, 256),
+        (Measured(100, 1.25), 32, 32),
+        (Measured(100, 1.25), 48, 48),
+        (Measured(100, 1.25), 49, 32),
+        (Measured(100, 1.25), 1000, 32),
+        (Measured(100, 0.25), 280, 256),
+        (Measured(16, 16.0), 24, 24),
+    ],
+)
+def test_a_prompt_alone_goes_in_longer_steps_and_without_a_short_last_one(
+    many: Measured | None, alone: int, rows: int
+) -> None:
+    assert row_budget(None, many, 256, alone) == rows
+
+
 def test_the_row_budget_finds_its_way_back_from_small_steps() -> None:
     """A step costs 0.1 s and 1 ms per row; a slow spell has left steps of 16 rows behind."""
     few, many = Measured(1, 0.9), Measured(16, 1.5)

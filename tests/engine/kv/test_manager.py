@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, pages_for
-from magnitude_engine.kv.pool import IntegrityError, PageOp
+from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
+from magnitude_engine.kv.manager import CacheManager
+from magnitude_engine.kv.pool import Fill, IntegrityError, PageOp, Spill
+from magnitude_engine.kv.tiers import Tiers
 
 MAIN = CacheKey("tenant", "session", "main")
 IDS = tuple(range(100))
@@ -164,7 +166,7 @@ def test_the_least_recently_used_leaf_loses_its_last_pages_first() -> None:
     manager.commit(computed(manager, MAIN, new), new)
     lease = manager.acquire(MAIN._replace(tenant="another"), IDS[:33])
     assert manager.extend(lease, 33)
-    assert manager.evicted_pages == 3
+    assert manager.evicted.pages == 3
     manager.release(lease)
     assert manager.acquire(MAIN, old).reused == 16
     assert manager.acquire(MAIN, new).reused == 63
@@ -308,3 +310,43 @@ def test_without_reuse_nothing_is_retained() -> None:
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_pages_for(tokens: int, pages: int) -> None:
     assert pages_for(tokens) == pages
+
+
+def test_what_a_session_left_behind_goes_first_and_what_others_share_stays() -> None:
+    manager = CacheManager(32)
+    retention = manager.retention
+    old, new = IDS[:80], (*IDS[:32], *range(500, 548))
+    for ids in (old, new):
+        manager.leave(retention.resumed(MAIN.owner, manager.chain("tenant", ids), 0.0))
+        manager.commit(computed(manager, MAIN, ids), ids)
+        retention.paused(MAIN.owner, manager.chain("tenant", ids), [], 0.0)
+    other = MAIN._replace(session="other")
+    manager.commit(computed(manager, other, IDS[:48]), IDS[:48])
+    assert manager.evict(2) == 2
+    assert manager.evicted.dead == 2
+    assert manager.cached_pages(manager.chain("tenant", old)) == (3, 0)
+    assert manager.cached_pages(manager.chain("tenant", new)) == (5, 0)
+    manager.leave(retention.pruned("tenant", "session", None, 1.0))
+    assert manager.evict(3) == 3
+    assert manager.cached_pages(manager.chain("tenant", IDS[:48])) == (3, 0)
+    assert manager.evicted == (0, 5, 0)
+    manager.check_integrity()
+
+
+def test_pages_are_spilled_when_they_are_evicted_and_filled_when_they_are_needed_again() -> None:
+    identity = b"i" * 32
+    tiers = Tiers(identity, host_bytes=4 * 64, block_bytes=64)
+    manager = CacheManager(8, tiers=tiers)
+    manager.commit(computed(manager, MAIN, IDS[:70]), IDS)
+    assert manager.evict(8) == 5
+    spills = [op for op in manager.take_ops() if isinstance(op, Spill)]
+    assert len(spills) == 4
+    for spill in spills:
+        tiers.keep(spill.name, bytes([spill.page]) * 64)
+    lease = manager.acquire(MAIN, IDS[:90])
+    assert (lease.length, lease.from_host, lease.from_disk) == (64, 64, 0)
+    fills = [op for op in manager.take_ops() if isinstance(op, Fill)]
+    pages = {spill.name.ids: spill.page for spill in spills}
+    assert [fill.payload[0] for fill in fills] == [pages[IDS[at : at + 16]] for at in range(0, 64, 16)]
+    assert manager.acquire(MAIN._replace(tenant="another"), IDS[:90]).length == 0
+    manager.check_integrity()

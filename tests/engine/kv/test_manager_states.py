@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from magnitude_engine.config import PAGE_TOKENS
-from magnitude_engine.kv.manager import CacheKey, CacheManager, Lease, pages_for
+from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
+from magnitude_engine.kv.manager import CacheManager
 
 PAGES = 12
 KEYS = st.builds(CacheKey, st.sampled_from("ab"), st.sampled_from("st"), st.sampled_from(["main", "x"]))
@@ -82,11 +83,6 @@ class Retained:
         """Returns the entries that begin with `key`, itself included."""
         return [k for k in self.entries if k[0] == key[0] and k[1][: len(key[1])] == key[1]]
 
-    def evict(self, in_use: set[int]) -> None:
-        """Drops the least recently used entry that nothing needs."""
-        leaves = [k for k, (page, _) in self.entries.items() if page not in in_use and self.below(k) == [k]]
-        del self.entries[min(leaves, key=lambda k: self.entries[k][1])]
-
 
 class Machine(RuleBasedStateMachine):
     """Random steps of several sessions of two tenants on a pool of a few pages."""
@@ -111,8 +107,22 @@ class Machine(RuleBasedStateMachine):
         return {page for lease in self.ids for page in lease.pages}
 
     def _follow_evictions(self, before: int, in_use: set[int]) -> None:
-        for _ in range(self.manager.evicted_pages - before):
-            self.model.evict(in_use)
+        """What was evicted is any entry that nobody used and nothing depended on; retention chooses which."""
+        gone = [key for key, (page, _) in self.model.entries.items() if self._spelled(page) != key]
+        assert len(gone) == self.manager.evicted.pages - before
+        for key in sorted(gone, key=lambda key: -len(key[1])):
+            assert self.model.entries[key][0] not in in_use
+            assert self.model.below(key) == [key]
+            del self.model.entries[key]
+
+    def _spelled(self, page: int) -> Prefix | None:
+        """Returns what the tree says that a page holds the end of."""
+        node, tenant, ids = self.manager._tree.at(page), "", ()
+        if node is None:
+            return None
+        while node is not None:
+            tenant, ids, node = node.tenant, node.ids + ids, node.parent
+        return tenant, ids
 
     def _retained(self, lease: Lease, length: int) -> None:
         """The model's part of publish and commit: nothing is retained from a spoiled page on."""
@@ -124,7 +134,7 @@ class Machine(RuleBasedStateMachine):
     def acquire(self, key: CacheKey, ids: list[int]) -> Lease:
         wanted = tuple(ids[: len(ids) - 1])
         expected, entry = self.model.longest(key.tenant, wanted)
-        before, in_use = self.manager.evicted_pages, self._in_use()
+        before, in_use = self.manager.evicted.pages, self._in_use()
         lease = self.manager.acquire(key, ids)
         if entry is not None:
             self.model.use(entry, expected)
@@ -145,7 +155,7 @@ class Machine(RuleBasedStateMachine):
         if ids is None:
             return
         stop = min(lease.length + count, len(ids))
-        before, in_use = self.manager.evicted_pages, self._in_use()
+        before, in_use = self.manager.evicted.pages, self._in_use()
         if not self.manager.extend(lease, stop):
             assert self.manager.available < pages_for(stop) - len(lease.pages)
             return
@@ -167,7 +177,7 @@ class Machine(RuleBasedStateMachine):
         ids = self.ids.get(lease)
         if ids is None:
             return lease
-        before, in_use = self.manager.evicted_pages, self._in_use()
+        before, in_use = self.manager.evicted.pages, self._in_use()
         child = self.manager.fork(lease, choice)
         self._follow_evictions(before, in_use)
         if child is None:
@@ -225,7 +235,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, PAGES))
     def evict(self, pages: int) -> None:
         expected = min(pages, self.manager.retained)
-        before = self.manager.evicted_pages
+        before = self.manager.evicted.pages
         assert self.manager.evict(pages) == expected
         self._follow_evictions(before, self._in_use())
 
@@ -238,12 +248,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_what_the_dictionary_says(self) -> None:
-        spelled = {}
-        for page in range(PAGES):
-            node, ids = self.manager._tree.at(page), ()
-            while node is not None:
-                tenant, ids, node = node.tenant, node.ids + ids, node.parent
-                spelled[page] = (tenant, ids)
+        spelled = {page: self._spelled(page) for page in range(PAGES) if self.manager._tree.at(page) is not None}
         assert spelled == {page: key for key, (page, _) in self.model.entries.items()}
 
     @invariant()
@@ -311,7 +316,7 @@ def walk(seed: int, steps: int) -> Machine:
 def test_random_walks() -> None:
     machines = [walk(seed, 100) for seed in range(25)]
     assert sum(m.found for m in machines) > 25
-    assert sum(m.manager.evicted_pages for m in machines) > 25
+    assert sum(m.manager.evicted.pages for m in machines) > 25
 
 
 @pytest.mark.slow

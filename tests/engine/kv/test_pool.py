@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from magnitude_engine.kv.pool import IntegrityError, OutOfPages, PageOp, PagePool
-from magnitude_engine.kv.tensors import apply_page_ops
+from magnitude_engine.kv.blocks import BlockName
+from magnitude_engine.kv.pool import Fill, IntegrityError, OutOfPages, PageOp, PagePool, Spill
+from magnitude_engine.kv.tensors import apply_ops
 
 
 def test_a_growing_sequence_stays_in_one_run_beside_another() -> None:
@@ -79,7 +80,12 @@ def test_a_page_given_back_twice_is_found() -> None:
 
 def test_operations_apply_in_order() -> None:
     keys = torch.arange(4.0).reshape(4, 1).repeat(1, 2)
-    values = keys + 10
-    apply_page_ops([PageOp(1, 3), PageOp(None, 1), PageOp(None, 0), PageOp(3, 0)], [keys, values])
-    assert keys[:, 0].tolist() == [1, 0, 2, 1]
-    assert values[:, 1].tolist() == [11, 0, 12, 11]
+    pages = torch.stack([keys, keys + 10])
+    spilled: dict[bytes, bytes] = {}
+    name = BlockName(b"key", b"parent", ())
+    ops = [PageOp(1, 3), Spill(1, name), PageOp(None, 1), PageOp(None, 0), PageOp(3, 0)]
+    apply_ops(ops, pages, lambda name, payload: spilled.update({name.key: bytes(payload)}))
+    assert pages[0, :, 0].tolist() == [1, 0, 2, 1]
+    assert pages[1, :, 1].tolist() == [11, 0, 12, 11]
+    apply_ops([Fill(2, spilled[b"key"])], pages, lambda name, payload: None)
+    assert pages[:, 2].tolist() == [[1, 1], [11, 11]]

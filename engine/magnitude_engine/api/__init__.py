@@ -1,0 +1,123 @@
+"""The nouns that proxy and worker share, and the frames they exchange.
+
+Everything here is a frozen msgspec struct and needs neither torch nor the proxy. A request is one `Generate`;
+its answer is a stream of `Event`s, the same vocabulary whether a worker or an upstream server produced it and
+whether the client speaks Chat Completions, Responses or Messages:
+
+    Started → Progress* → (Delta | Finished)* → Completed
+                       ↘ Failed (at any point; nothing follows)
+
+On the unix socket each frame is a 4-byte big-endian length and a msgpack map (`encode_frame`, `FrameReader`).
+Frames of one request carry its `request` id and `epoch`; a receiver drops frames whose epoch is not the one it
+waits for, so that late frames of a lost attempt cannot reach a client.
+"""
+
+from __future__ import annotations
+
+from magnitude_engine.api.cache import (
+    CacheReport,
+    CacheRun,
+    SessionUse,
+    TierUse,
+)
+from magnitude_engine.api.commands import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Command,
+    EndSession,
+    Generate,
+    Hello,
+    Inspect,
+    Preferences,
+    Probe,
+    Register,
+    Resume,
+    Sampling,
+    ToolEvent,
+)
+from magnitude_engine.api.conversation import (
+    ChatInput,
+    FinishReason,
+    Frozen,
+    Input,
+    Message,
+    Role,
+    TextInput,
+    TokenInput,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
+from magnitude_engine.api.events import (
+    AnswerEvent,
+    Completed,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    ModelCard,
+    Progress,
+    Started,
+    Status,
+    TokenLogprob,
+    ToolCallDelta,
+    TopLogprob,
+    Usage,
+    Welcome,
+)
+from magnitude_engine.api.frames import (
+    MAX_FRAME_BYTES,
+    FrameReader,
+    encode_frame,
+)
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "PROTOCOL_VERSION",
+    "AnswerEvent",
+    "CacheReport",
+    "CacheRun",
+    "Cancel",
+    "ChatInput",
+    "Command",
+    "Completed",
+    "Delta",
+    "EndSession",
+    "Event",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "FrameReader",
+    "Frozen",
+    "Generate",
+    "Hello",
+    "Input",
+    "Inspect",
+    "Message",
+    "ModelCard",
+    "Preferences",
+    "Probe",
+    "Progress",
+    "Register",
+    "Resume",
+    "Role",
+    "Sampling",
+    "SessionUse",
+    "Started",
+    "Status",
+    "TextInput",
+    "TierUse",
+    "TokenInput",
+    "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
+    "ToolEvent",
+    "ToolMode",
+    "TopLogprob",
+    "Usage",
+    "Welcome",
+    "encode_frame",
+]

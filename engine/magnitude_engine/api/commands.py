@@ -1,0 +1,137 @@
+"""What a proxy asks of a worker."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from magnitude_engine.api.conversation import Frozen, Input, Tool
+
+PROTOCOL_VERSION = 2
+
+
+class Sampling(Frozen, frozen=True, kw_only=True):
+    """The distribution to draw from. Temperature 0 is greedy; `seed` is always set (see `Generate`).
+
+    Attributes:
+        logit_bias: token id → additive bias on the raw logit, within -100..100.
+        top_k: 0 keeps the whole vocabulary.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    seed: int = 0
+
+
+class Resume(Frozen, frozen=True, kw_only=True):
+    """What a client already has of one choice: its token ids and how many characters of its text.
+
+    A worker continues after `ids` and releases only what lies past `chars`; keyed sampling noise makes the
+    continuation equal to the lost one.
+    """
+
+    choice: int
+    ids: tuple[int, ...] = ()
+    chars: int = 0
+
+
+class Preferences(Frozen, frozen=True, kw_only=True):
+    """What a client prefers, never more than the server allows (`magnitude.config` in a body)."""
+
+    speculation: bool = True
+    predictive_caching: bool = True
+    max_batch_size: int | None = None
+
+
+class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
+    """Produce `n` answers to one input.
+
+    Attributes:
+        tenant: hex salt of the tenant; cache entries of different tenants never meet.
+        session, branch, run: hashed ids (`run` is the root session with its sub-agents).
+        step: the session's step this request is, from 0.
+        seed: chosen by the proxy when the client sent none, so that a resumed answer is the same answer.
+        logprobs: None for none, else how many alternatives per position (0: the chosen token only).
+    """
+
+    request: str
+    epoch: int
+    tenant: str
+    session: str
+    input: Input
+    branch: str = "main"
+    run: str = ""
+    step: int = 0
+    sampling: Sampling = Sampling()
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+    priority: int = 0
+    preferences: Preferences = Preferences()
+    resume: tuple[Resume, ...] = ()
+
+
+class Cancel(Frozen, tag="cancel", frozen=True, kw_only=True):
+    """Stop a request; the worker frees it within one step and sends nothing more for it."""
+
+    request: str
+    epoch: int
+
+
+class ToolEvent(Frozen, tag="tool_event", frozen=True, kw_only=True):
+    """What became of a tool that a session called: it started, printed more, or finished.
+
+    Attributes:
+        call: id of the tool call; `tool` is its name, where it is known.
+        text: for `output` the text that came since the last event, for `finished` the rest of it.
+    """
+
+    tenant: str
+    session: str
+    kind: Literal["started", "output", "finished"]
+    call: str
+    branch: str = "main"
+    tool: str = ""
+    text: str = ""
+
+
+class Register(Frozen, tag="register", frozen=True, kw_only=True):
+    """Compute the prompt prefix of these tools and this system prompt before the first request has them."""
+
+    tenant: str
+    tools: tuple[Tool, ...] = ()
+    system: str = ""
+
+
+class EndSession(Frozen, tag="end_session", frozen=True, kw_only=True):
+    """Nothing more comes of a session, or of one branch of it: its pages are the first to go."""
+
+    tenant: str
+    session: str
+    branch: str | None = None
+
+
+class Inspect(Frozen, tag="inspect", frozen=True, kw_only=True):
+    """Ask for a `CacheReport`."""
+
+
+class Probe(Frozen, tag="probe", frozen=True, kw_only=True):
+    """Ask for a `Status`; it is answered from the server's loop also while a step runs."""
+
+
+class Hello(Frozen, tag="hello", frozen=True, kw_only=True):
+    """The first frame a proxy sends."""
+
+    protocol: int = PROTOCOL_VERSION
+
+
+Command = Hello | Generate | Cancel | Probe | ToolEvent | Register | EndSession | Inspect

@@ -1,0 +1,62 @@
+"""Opens the cache of a model: the tensors of its pages, and the tiers below them as the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from magnitude_engine.config import PAGE_TOKENS, EngineConfig, default_data_dir
+from magnitude_engine.kv.blocks import CacheIdentity
+from magnitude_engine.kv.cache import PagedCache
+from magnitude_engine.kv.disk import DiskOptions, DiskTier
+from magnitude_engine.kv.manager import CacheManager
+from magnitude_engine.kv.tiers import Tiers
+from magnitude_engine.model.batch import KeyValueCache
+from magnitude_engine.model.loader import LoadedModel
+
+MIB = 1024 * 1024
+# A million tokens; more would only slow the page accounts down.
+MAX_PAGES = 1 << 16
+# A worker that was killed or told to stop holds the folder for a moment; its successor must not fail for that.
+LOCK_WAIT_S = 3.0
+
+
+def open_cache(
+    model: LoadedModel, config: EngineConfig, pages: int | None, clock: Callable[[], float]
+) -> tuple[KeyValueCache, PagedCache]:
+    """Returns tensors for `pages` pages (default: what `config.kv_memory_mb` holds), and the cache over them.
+
+    Raises:
+        ConfigError: another process goes on using the folder of the disk tier, or it cannot be used.
+    """
+    block = page_bytes(model)
+    pages = pages or min(MAX_PAGES, max(1, config.kv_memory_mb * MIB // block))
+    reuse = config.optimization_level != "off"
+    tiers = _open_tiers(model, config, block) if reuse else Tiers()
+    tensors = model.runner.allocate_cache(pages)
+    return tensors, PagedCache(CacheManager(pages, reuse, tiers, clock), tiers, tensors.pages)
+
+
+def page_bytes(model: LoadedModel) -> int:
+    """Returns the bytes of one page: keys and values of all layers."""
+    shape, dtype = model.runner.shape, model.runner.cache_dtype
+    return 2 * shape.layers * PAGE_TOKENS * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+
+def _open_tiers(model: LoadedModel, config: EngineConfig, block: int) -> Tiers:
+    shape = model.runner.shape
+    identity = CacheIdentity(
+        weights_hash=model.card.weights_hash,
+        tokenizer_hash=model.card.tokenizer_hash,
+        profile=model.card.profile,
+        dtype=str(model.runner.cache_dtype),
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    ).digest()
+    disk = None
+    if config.kv_disk_mb:
+        folder = Path(config.kv_dir) if config.kv_dir else default_data_dir() / "kv" / "default"
+        options = DiskOptions(lock_wait_s=LOCK_WAIT_S)
+        disk = DiskTier.open(folder, identity, block, config.kv_disk_mb * MIB, options)
+    return Tiers(identity, config.kv_host_mb * MIB, disk, block)

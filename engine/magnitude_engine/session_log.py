@@ -1,0 +1,56 @@
+"""Tells retention and the tiers what sessions do: when a step begins and ends, which tools it called."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from magnitude_engine.kv.cache import PagedCache
+from magnitude_engine.kv.retention import SessionKey
+
+MAX_SESSIONS = 4096
+
+
+class _End(NamedTuple):
+    """Where a session's last step ended: tokens in all, and the tools that it called."""
+
+    tokens: int
+    tools: tuple[str, ...]
+
+
+class SessionLog:
+    """Owned by the engine's thread; remembers the sessions that were here last.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, cache: PagedCache, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._retention = cache.manager.retention
+        self._clock = clock
+        self._ends: OrderedDict[SessionKey, _End] = OrderedDict()
+
+    def resumed(self, owner: SessionKey, prompt: Sequence[int]) -> None:
+        """A step of the session begins."""
+        chain = self._cache.manager.chain(owner.tenant, prompt)
+        self._cache.tiers.touch(chain)
+        end = self._ends.pop(owner, None)
+        # What several tools printed cannot be told apart by its length.
+        if end is not None and len(end.tools) == 1 and len(prompt) > end.tokens:
+            self._retention.observe_output(owner.tenant, end.tools[0], len(prompt) - end.tokens)
+        self._cache.manager.leave(self._retention.resumed(owner, chain, self._clock()))
+
+    def paused(self, owner: SessionKey, computed: Sequence[int], tools: tuple[str, ...]) -> None:
+        """Its step ended with these tokens, having called `tools`."""
+        chain = self._cache.manager.chain(owner.tenant, computed)
+        self._ends.pop(owner, None)
+        self._ends[owner] = _End(len(computed), tools)
+        if len(self._ends) > MAX_SESSIONS:
+            self._ends.popitem(last=False)
+        self._retention.paused(owner, chain, tools, self._clock())
+
+    def ended(self, tenant: str, session: str, branch: str | None) -> None:
+        """Nothing more comes of a session, or of one of its branches."""
+        self._cache.manager.leave(self._retention.pruned(tenant, session, branch, self._clock()))

@@ -1,0 +1,1 @@
+"""Rounding rows of keys and values to eight bits with a scale each, and back."""

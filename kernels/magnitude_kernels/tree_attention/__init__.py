@@ -1,0 +1,1 @@
+"""Attention of draft trees: each node sees the context, its ancestors and itself."""

@@ -1,0 +1,1 @@
+"""`magnitude cache`: what a running server's cache holds."""

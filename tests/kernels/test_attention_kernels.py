@@ -1,0 +1,14 @@
+"""The attention kernels without a GPU: interpreted against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+
+from testkit.triton_runs import run_interpreted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("operation", ["paged_attention", "shared_prefix", "tree_attention"])
+def test_interpreted(operation: str) -> None:
+    run_interpreted(f"interpret_{operation}.py")
