@@ -62,7 +62,8 @@ class PrefillAhead:
             self.queue.end(share.task)
             return True
         self._cache.apply()
-        batch = build_batch([Rows(share.task.ask.ids, lease, rows)], self._runner.device)
+        tokens = share.task.ask.ids[lease.length : lease.length + rows]
+        batch = build_batch([Rows(tokens, lease)], self._runner.device)
         self._runner.forward(batch, self._tensors)
         self.queue.advanced(share.task, lease, rows)
         return True

@@ -201,8 +201,12 @@ class Engine:
 
     def _run(self) -> None:
         """The engine's thread."""
+        fresh = self._config.optimization_level != "off"
         while not self._inbox.closed:
             try:
+                if fresh:
+                    fresh = False
+                    self._stepper.calibrate()
                 if self.step():
                     self._failures = 0
                 elif self.reading:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from magnitude_engine import api
+from magnitude_engine.decode.grammar.compiler import CompiledGrammar
 from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
 from magnitude_engine.decode.tools import ToolCallParser
@@ -43,6 +47,7 @@ class PreparedRequest:
         limit: most tokens generated per choice.
         echo: text that precedes each choice's own.
         parses_tools: whether tool calls are looked for in the output.
+        grammar: what the output may be; None for anything.
     """
 
     generate: api.Generate
@@ -50,6 +55,7 @@ class PreparedRequest:
     limit: int
     echo: str
     parses_tools: bool
+    grammar: CompiledGrammar | None = None
 
     @property
     def chat(self) -> api.ChatInput | None:
@@ -173,6 +179,8 @@ class Sequence:
         width: itself and the choices that wait to be forked from its prompt.
         finish: why it ended; None while it goes on.
         opening: what a client sees before the first new token: echo, and what a resumed choice had held back.
+        drafted, accepted, forced: tokens that were proposed, those of them that it took, and those that its grammar
+            left no choice about.
     """
 
     def __init__(self, prepared: PreparedRequest, choice: int, arrival: int, model: LoadedModel) -> None:
@@ -191,6 +199,8 @@ class Sequence:
         self._logprobs: deque[api.TokenLogprob] = deque()
         resume = next((r for r in generate.resume if r.choice == choice), api.Resume(choice=choice))
         self._skip = resume.chars
+        self._grammar = prepared.grammar.begin() if prepared.grammar is not None else None
+        self.drafted = self.accepted = self.forced = 0
         self._said: list[str] = []
         self._calls: dict[int, api.ToolCall] = {}
         self._known = deque(resume.ids)
@@ -218,6 +228,26 @@ class Sequence:
         calls = tuple(self._calls[index] for index in sorted(self._calls))
         return api.Message(role="assistant", content="".join(self._said), tool_calls=calls)
 
+    @property
+    def room(self) -> int:
+        """Tokens that it may still generate."""
+        return self.prepared.limit - len(self.output)
+
+    def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns as much of a draft as the grammar allows."""
+        return draft if self._grammar is None else draft[: self._grammar.masks(draft).allowed]
+
+    def masks(self, draft: Sequences[int]) -> torch.Tensor | None:
+        """Returns which tokens may come next and after each of `draft`, int32 [1 + draft, words]; None for all."""
+        return None if self._grammar is None else self._grammar.masks(draft).masks
+
+    def settled(self) -> tuple[int, ...]:
+        """Returns the tokens that must come next, whatever the model says."""
+        # Their log-probabilities would be missing; known tokens of a resumed choice come in their own order.
+        if self._grammar is None or self.prepared.generate.logprobs is not None or self._known:
+            return ()
+        return self._grammar.forced()
+
     def accept(self, drawn: Drawn) -> Emission | None:
         """Appends the drawn token; returns what the client sees of it, None for one that it has already."""
         if not self._known:
@@ -228,6 +258,8 @@ class Sequence:
     def _take(self, drawn: Drawn) -> Emission:
         """Appends a token, and ends the choice where it does."""
         generate, token = self.prepared.generate, drawn.token
+        if self._grammar is not None:
+            self._grammar.accept(token)
         self.tokens.append(token)
         self.output.append(token)
         shown = Emission(ids=(token,))

@@ -16,29 +16,39 @@ from magnitude_engine.request import Sequence
 
 
 class Rows(NamedTuple):
-    """`rows` tokens of `tokens`, computed in this step after the `lease.length` that are in the cache.
+    """Tokens to compute in this step after the `lease.length` that are in the cache.
 
     Attributes:
         lease: has pages for them.
-        wanted: whether the logits of the last one are.
+        wanted: of how many of the last ones the logits are needed.
     """
 
     tokens: Sequences[int]
     lease: Lease
-    rows: int
-    wanted: bool = False
+    wanted: int = 0
 
 
 class Work(NamedTuple):
-    """Rows of a sequence that runs; its lease is carried along because it may lose it before the step ends."""
+    """Rows of a sequence that runs; its lease is carried along because it may lose it before the step ends.
+
+    Attributes:
+        rows: how many of its known tokens are computed.
+        draft: tokens that may follow the last of them, computed behind it.
+    """
 
     sequence: Sequence
     lease: Lease
     rows: int
+    draft: tuple[int, ...] = ()
 
     def share(self) -> Rows:
-        """Returns what the model computes; the next token can be drawn where the sequence's last one is reached."""
-        return Rows(self.sequence.tokens, self.lease, self.rows, self.rows == self.sequence.missing)
+        """Returns what the model computes.
+
+        Tokens can be drawn where the sequence's last one is reached: one after it, and one after each of the draft.
+        """
+        first = self.lease.length
+        tokens = [*self.sequence.tokens[first : first + self.rows], *self.draft]
+        return Rows(tokens, self.lease, 1 + len(self.draft) if self.rows == self.sequence.missing else 0)
 
 
 def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
@@ -48,14 +58,13 @@ def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
     slots: list[int] = []
     spans: list[SequenceRows] = []
     logit_rows: list[int] = []
-    for tokens, lease, rows, wanted in shares:
-        first, last = lease.length, lease.length + rows
-        spans.append(SequenceRows(start=len(ids), count=rows, context=last, pages=tuple(lease.pages)))
-        ids += tokens[first:last]
+    for tokens, lease, wanted in shares:
+        first, last = lease.length, lease.length + len(tokens)
+        spans.append(SequenceRows(start=len(ids), count=len(tokens), context=last, pages=tuple(lease.pages)))
+        ids += tokens
         positions += range(first, last)
         slots += [lease.pages[p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS for p in range(first, last)]
-        if wanted:
-            logit_rows.append(len(ids) - 1)
+        logit_rows += range(len(ids) - wanted, len(ids))
 
     def column(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -63,14 +72,17 @@ def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
     return StepBatch(column(ids), column(positions), column(slots), tuple(spans), column(logit_rows))
 
 
-def row_spec(sequence: Sequence) -> RowSpec:
-    """Returns how the next token of `sequence` is drawn."""
-    generate = sequence.prepared.generate
-    return RowSpec(
-        sampling=generate.sampling,
-        choice=sequence.choice,
-        position=len(sequence.tokens),
-        path=sequence.output,
-        mask=None,
-        logprobs=generate.logprobs,
-    )
+def row_specs(sequence: Sequence, draft: Sequences[int]) -> list[RowSpec]:
+    """Returns how the next token of `sequence` is drawn, and the one after each token of `draft`."""
+    generate, masks = sequence.prepared.generate, sequence.masks(draft)
+    return [
+        RowSpec(
+            sampling=generate.sampling,
+            choice=sequence.choice,
+            position=len(sequence.tokens) + ahead,
+            path=[*sequence.output, *draft[:ahead]] if ahead else sequence.output,
+            mask=masks[ahead] if masks is not None else None,
+            logprobs=generate.logprobs,
+        )
+        for ahead in range(len(draft) + 1)
+    ]

@@ -16,17 +16,21 @@ Single-threaded: whoever calls `step` calls everything here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.ahead import PrefillAhead
+from magnitude_engine.calibrate import depths
 from magnitude_engine.config import EngineConfig
-from magnitude_engine.decode.sample import Drawn, draw
+from magnitude_engine.decode.sample import Drawn, RowSpec, draw
+from magnitude_engine.draft.controller import FixedDepth
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
 from magnitude_engine.inbox import Job, JobKey, cached_prompt
@@ -39,7 +43,8 @@ from magnitude_engine.request import Emission, Sequence
 from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, decode_cost, row_budget, smooth
 from magnitude_engine.seats import Seats
 from magnitude_engine.session_log import SessionLog
-from magnitude_engine.step import Work, build_batch, row_spec
+from magnitude_engine.speculation import Speculation
+from magnitude_engine.step import Work, build_batch, row_specs
 
 # Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
 SAVES_PER_STEP = 2
@@ -61,6 +66,14 @@ class Hooks:
     ended: Callable[[Job], None]
     answered: Callable[[Sequence], None]
     wake: Callable[[], None]
+
+
+class Verified(NamedTuple):
+    """What was drawn after a sequence's last token, and after each token of its draft."""
+
+    sequence: Sequence
+    draft: tuple[int, ...]
+    drawn: tuple[Drawn, ...]
 
 
 class Stepper:
@@ -86,6 +99,7 @@ class Stepper:
         self._sessions = SessionLog(cache, hooks.clock)
         self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
         self.ahead = PrefillAhead(runner, tensors, cache, self._seats)
+        self.speculation = Speculation(FixedDepth(), runner.shape.context)
         self._jobs: dict[int, Job] = {}
         self._few: Measured | None = None
         self._many: Measured | None = None
@@ -114,9 +128,8 @@ class Stepper:
         if not work:
             return not self.waiting and self._compute_ahead(began)
         logits = self._forward(work)
-        for sequence, drawn in self._sample(work, logits):
-            self._commit(sequence, drawn)
-        self._measure(work, self._hooks.clock() - began)
+        accepted = sum(self._commit_all(verified) for verified in self._sample(work, logits))
+        self._measure(work, accepted, self._hooks.clock() - began)
         self.cache.save(SAVES_PER_STEP)
         return True
 
@@ -172,6 +185,10 @@ class Stepper:
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
+    def calibrate(self) -> None:
+        """Measures what steps cost here; to be called before the first job."""
+        self.speculation.depths = depths(self._runner, self._tensors, self.manager.total, self._hooks.clock)
+
     def close(self) -> None:
         """Gives up what is computed ahead, and closes the cache."""
         self.ahead.queue.clear()
@@ -218,7 +235,15 @@ class Stepper:
                 work.append(Work(sequence, lease, rows))
         if self.running and not work:
             raise EngineError("no running sequence could get pages, although one alone always fits")
-        return work
+        return self._with_drafts(work)
+
+    def _with_drafts(self, work: list[Work]) -> list[Work]:
+        """Returns the work with what may follow, as far as there are pages for it."""
+        if self._config.optimization_level == "off":
+            return work
+        drafted = self.speculation.draft(work)
+        fits = [self.manager.extend(w.lease, w.lease.length + w.rows + len(w.draft)) for w in drafted]
+        return [w if fit else w._replace(draft=()) for w, fit in zip(drafted, fits, strict=True)]
 
     def _compute_ahead(self, now: float) -> bool:
         computed = self.ahead.step(now)
@@ -235,10 +260,10 @@ class Stepper:
         """Returns the logits of each sequence that has no token missing afterwards, in the order of `work`."""
         self.cache.apply()
         output = self._runner.forward(build_batch([w.share() for w in work], self._runner.device), self._tensors)
-        for sequence, lease, rows in work:
-            self.manager.advance(lease, rows)
+        for sequence, lease, rows, _ in work:
             prompt = len(sequence.prepared.prompt)
-            in_prompt = rows > 1 or lease.length <= prompt
+            in_prompt = lease.length < prompt
+            self.manager.advance(lease, rows)
             self._seats.computed(sequence, rows, in_prompt)
             if in_prompt:
                 self.manager.publish(lease, sequence.tokens)
@@ -246,32 +271,61 @@ class Stepper:
         self.steps += 1
         return output.logits
 
-    def _sample(self, work: Sequences[Work], logits: torch.Tensor) -> Iterator[tuple[Sequence, Drawn]]:
-        """Yields each sequence that has no token missing with its next one."""
-        drawing = [w.sequence for w in work if not w.sequence.missing]
-        rows = [(i, choice) for i, sequence in enumerate(drawing) for choice in self._choices(sequence)]
+    def _sample(self, work: Sequences[Work], logits: torch.Tensor) -> list[Verified]:
+        """Returns what comes next for each sequence that has no token missing, and what would behind its draft."""
+        rows: list[tuple[int, RowSpec]] = []
+        drawing: list[tuple[Sequence, tuple[int, ...]]] = []
+        at = 0
+        for sequence, _, _, draft in work:
+            if sequence.missing:
+                continue
+            for choice in self._choices(sequence):
+                drawing.append((choice, draft))
+                rows += zip(range(at, at + 1 + len(draft)), row_specs(choice, draft), strict=True)
+            at += 1 + len(draft)
         with torch.inference_mode():
-            if len(rows) > len(drawing):
-                logits = logits[[i for i, _ in rows]]
-            drawn = draw(logits, [row_spec(choice) for _, choice in rows])
-        for sequence in drawing:
-            if sequence.width > 1:
-                self._seats.fork(sequence, self._choices(sequence)[1:])
-                sequence.width = 1
-        yield from zip((choice for _, choice in rows), drawn, strict=True)
+            if len(rows) > at:
+                logits = logits[[row for row, _ in rows]]
+            drawn = iter(draw(logits, [spec for _, spec in rows]))
+        for sequence in {choice.order.arrival: choice for choice, _ in drawing if choice.width > 1}.values():
+            self._seats.fork(sequence, self._choices(sequence)[1:])
+            sequence.width = 1
+        return [Verified(choice, draft, tuple(islice(drawn, 1 + len(draft)))) for choice, draft in drawing]
 
     def _choices(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Returns the choices whose next token is drawn from this sequence's logits."""
         return (sequence,) if sequence.width == 1 else self._job(sequence).sequences
 
-    def _commit(self, sequence: Sequence, drawn: Drawn) -> None:
-        """Appends a drawn token to its sequence and tells the client."""
+    def _commit_all(self, verified: Verified) -> int:
+        """Follows a draft as far as the model says the same; returns how many of its tokens were right.
+
+        Behind it come the tokens about which the grammar leaves no choice: they are known without being drawn.
+        """
+        sequence, draft, drawn = verified
+        sequence.drafted += len(draft)
+        accepted = 0
+        for index, each in enumerate(drawn):
+            if not self._commit(sequence, each):
+                return accepted
+            if index == len(draft) or sequence.tokens[-1] != draft[index] or sequence.lease is None:
+                break
+            self.manager.advance(sequence.lease, 1)
+            accepted += 1
+            sequence.accepted += 1
+        for token in sequence.settled():
+            sequence.forced += 1
+            if not self._commit(sequence, Drawn(token, True, None)):
+                break
+        return accepted
+
+    def _commit(self, sequence: Sequence, drawn: Drawn) -> bool:
+        """Appends a token to its sequence and tells the client; False where the sequence has ended."""
         job = self._jobs.get(sequence.order.arrival)
         if job is None:
-            return
+            return False
         if not drawn.finite:
             self._fail_numeric(job)
-            return
+            return False
         shown = sequence.accept(drawn)
         self.telemetry.count(names.COMPLETION_TOKENS)
         if shown is not None:
@@ -280,8 +334,10 @@ class Stepper:
             job.answer.finished(sequence.choice, sequence.finish)
             self._leave(sequence)
             self._complete_if_done(job)
-        elif job.answer.broken:
+            return False
+        if job.answer.broken:
             self.cancel(job.key)
+        return not job.answer.broken
 
     def _begin(self, job: Job, lease: Lease | None) -> None:
         """Tells the client that its request runs, and what it gets before the first new token."""
@@ -309,6 +365,9 @@ class Stepper:
             cached_tokens=job.cached.tokens,
             cached_host_tokens=job.cached.host,
             cached_disk_tokens=job.cached.disk,
+            drafted_tokens=sum(s.drafted for s in job.sequences),
+            accepted_tokens=sum(s.accepted for s in job.sequences),
+            forced_tokens=sum(s.forced for s in job.sequences),
         )
         job.answer.completed(usage)
         self.telemetry.count(names.REQUESTS_COMPLETED)
@@ -341,12 +400,13 @@ class Stepper:
         if sequence.lease is not None:
             tools = tuple(call.name for call in sequence.answer.tool_calls)
             self._sessions.paused(sequence.owner, sequence.tokens[: sequence.lease.length], tools)
+        self.speculation.leave(sequence)
         self._seats.leave(sequence)
 
     def _job(self, sequence: Sequence) -> Job:
         return self._jobs[sequence.order.arrival]
 
-    def _measure(self, work: Sequences[Work], seconds: float) -> None:
+    def _measure(self, work: Sequences[Work], accepted: int, seconds: float) -> None:
         rows = sum(w.rows for w in work)
         chunks = sum(w.rows for w in work if w.rows > 1)
         self.telemetry.count(names.STEP_SECONDS_TOTAL, seconds)
@@ -354,7 +414,10 @@ class Stepper:
         self.telemetry.count(names.DECODE_ROWS, rows - chunks)
         if chunks and seconds > 0:
             self.telemetry.set(names.PREFILL_RATE, chunks / seconds)
+        self.telemetry.count(names.DRAFTED_TOKENS, sum(len(w.draft) for w in work))
+        self.telemetry.count(names.ACCEPTED_TOKENS, accepted)
         record(self.telemetry, self.cache, self.ahead.queue)
+        self.speculation.observe(work, accepted, seconds)
         if self._runner.profile == "reference":
             return
         if rows < MIN_PREFILL_ROWS:

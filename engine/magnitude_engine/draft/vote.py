@@ -24,6 +24,8 @@ from magnitude_engine.draft.tree import DraftTree
 _PRIOR = (0.0, 0.54, 0.71, 0.78, 0.86, 0.87, 0.91, 0.91, 0.92, 0.92, 0.92, 0.94, 0.95, 0.95, 0.95, 0.95, 0.96)
 _PRIOR_CASES = 24.0
 _MEMORY_CASES = 400.0
+# Certainty would make every leaf below equal, and rounding could lift one above its parent.
+_MOST_TRUST = 0.99
 
 
 class Limits(NamedTuple):
@@ -39,7 +41,7 @@ class Ballot(NamedTuple):
     """The tree, and what may be learned from the token that really comes.
 
     Attributes:
-        length: the longest match, 0 where there was none.
+        length: the longest match that something followed, 0 where there was none.
         candidates: all tokens voted for.
     """
 
@@ -47,6 +49,9 @@ class Ballot(NamedTuple):
     length: int
     candidates: frozenset[int]
 
+
+# A `Match` without its name: a draft makes hundreds of them.
+_Place = tuple[Sequence[int], int, int]
 
 NO_BALLOT = Ballot(DraftTree(), 0, frozenset())
 
@@ -59,8 +64,8 @@ class Trust:
         self._cases = [_PRIOR_CASES] * len(_PRIOR)
 
     def __getitem__(self, length: int) -> float:
-        """Returns the probability that any place is right when the longest match has this length, 0..1."""
-        return self._right[length] / self._cases[length]
+        """Returns the probability that any place is right when the longest match has this length, 0..0.99."""
+        return min(self._right[length] / self._cases[length], _MOST_TRUST)
 
     def learn(self, ballot: Ballot, token: int) -> None:
         """Takes note of the token that came after `ballot`."""
@@ -81,7 +86,7 @@ class _Leaf(NamedTuple):
     token: int
     parent: int
     depth: int
-    places: Sequence[Match]
+    places: Sequence[_Place]
 
 
 def vote(places: Sequence[Match], trust: Trust, limits: Limits) -> Ballot:
@@ -101,26 +106,33 @@ def vote(places: Sequence[Match], trust: Trust, limits: Limits) -> Ballot:
         if leaf.depth < limits.depth:
             for each in _below(leaf, len(nodes) - 1, trust, arrivals):
                 heapq.heappush(leaves, each)
-    length = max((place.length for place in places), default=0) if candidates else 0
+    length = max((p.length for p in places if p.at < len(p.tokens) and p.tokens[p.at] >= 0), default=0)
     return Ballot(_in_depth_order(nodes), length, candidates)
 
 
 def _below(above: _Leaf, node: int, trust: Trust, arrivals: Iterator[int]) -> Iterator[_Leaf]:
     """Yields the leaves below a node that became number `node` of the tree."""
-    votes: dict[int, float] = {}
-    followers: dict[int, list[Match]] = {}
+    followers: dict[int, list[_Place]] = {}
+    votes: dict[int, int] = {}
     longest = 0
     for tokens, at, length in above.places:
         token = tokens[at] if at < len(tokens) else -1
         if token < 0:
             continue
-        votes[token] = votes.get(token, 0.0) + length * length
-        followers.setdefault(token, []).append(Match(tokens, at + 1, min(length + 1, LONGEST)))
-        longest = max(longest, length)
-    whole = sum(votes.values())
-    for token, share in votes.items():
-        score = above.negative_score * trust[longest] * share / whole
-        yield _Leaf(score, next(arrivals), token, node, above.depth + 1, followers[token])
+        place = (tokens, at + 1, length + 1 if length < LONGEST else length)
+        if token in votes:
+            votes[token] += length * length
+            followers[token].append(place)
+        else:
+            votes[token] = length * length
+            followers[token] = [place]
+        if length > longest:
+            longest = length
+    if votes:
+        whole = above.negative_score * trust[longest] / sum(votes.values())
+        depth = above.depth + 1
+        for token, share in votes.items():
+            yield _Leaf(whole * share, next(arrivals), token, node, depth, followers[token])
 
 
 def _in_depth_order(nodes: Sequence[_Leaf]) -> DraftTree:

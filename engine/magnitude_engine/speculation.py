@@ -1,0 +1,122 @@
+"""Drafts for the sequences of a step: who proposes, how much is verified, what came of it.
+
+A draft is a chain of tokens that may follow a sequence. Its rows are computed in the step beside the sequence's own;
+each row's next token is drawn exactly as it would be without it, and the draft is followed as long as it says the
+same. So drafting changes when tokens come, never which.
+
+The proposers are the session's own words and, where there are any, the tenant's past runs (`draft/`). An index stays
+with its session from step to step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from magnitude_engine.draft.controller import Outcome
+from magnitude_engine.draft.corpus import RunCorpus
+from magnitude_engine.draft.proposer import SuffixProposer
+from magnitude_engine.draft.vote import Limits
+from magnitude_engine.kv.retention import SessionKey
+from magnitude_engine.request import Sequence as Choice
+from magnitude_engine.scheduler import Order
+from magnitude_engine.step import Work
+
+LIMITS = Limits(nodes=16, depth=16, score=0.05, fork=False)
+# An index of 6,000 tokens holds half a megabyte.
+KEPT_SESSIONS = 128
+KEPT_TENANTS = 32
+# Prompt tokens kept before an answer in a tenant's runs, so that the beginning of an answer is found too.
+LEAD = 16
+
+
+class Depths(Protocol):
+    """Decides how many tokens of each draft are verified (`draft/controller.py`)."""
+
+    def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
+        """Returns a number for each draft."""
+
+    def observe(self, outcome: Outcome) -> None:
+        """Takes in what a step gave."""
+
+
+class Speculation:
+    """Owned by the engine's thread.
+
+    Args:
+        context: most tokens of a sequence.
+
+    Attributes:
+        depths: decides how much is verified; may be set anew.
+    """
+
+    def __init__(self, depths: Depths, context: int) -> None:
+        self.depths = depths
+        self._context = context
+        self._active: dict[Order, SuffixProposer] = {}
+        self._kept: OrderedDict[SessionKey, SuffixProposer] = OrderedDict()
+        self._runs: OrderedDict[str, RunCorpus] = OrderedDict()
+        self._promised = 0.0
+
+    def draft(self, work: Sequence[Work]) -> list[Work]:
+        """Returns the work with the drafts that are worth verifying."""
+        self._promised = 0.0
+        drawing = [w for w in work if w.rows == w.sequence.missing and w.sequence.width == 1]
+        trees = [self._propose(w.sequence) for w in drawing]
+        base = sum(w.rows for w in work)
+        counts = self.depths.choose([scores for _, scores in trees], base)
+        drafts: dict[Order, tuple[int, ...]] = {}
+        for w, (tokens, scores), count in zip(drawing, trees, counts, strict=True):
+            drafts[w.sequence.order] = tokens[:count]
+            self._promised += sum(scores[:count])
+        return [w._replace(draft=drafts.get(w.sequence.order, ())) for w in work]
+
+    def observe(self, work: Sequence[Work], accepted: int, seconds: float) -> None:
+        """Takes in what a step gave: `accepted` drafted tokens in all."""
+        drafted = sum(len(w.draft) for w in work)
+        rows = sum(w.rows for w in work)
+        if all(w.rows == 1 for w in work):
+            self.depths.observe(Outcome(rows, len(work), seconds, drafted, self._promised, accepted))
+
+    def leave(self, sequence: Choice) -> None:
+        """The sequence has ended or lost its seat: its index stays with the session."""
+        proposer = self._active.pop(sequence.order, None)
+        if proposer is None:
+            return
+        if sequence.finish is not None and len(sequence.output) > 1:
+            start = len(sequence.tokens) - len(sequence.output)
+            self._corpus(sequence.owner.tenant).add(sequence.tokens[max(0, start - LEAD) :])
+        if sequence.choice == 0:
+            self._kept[sequence.owner] = proposer
+            self._kept.move_to_end(sequence.owner)
+            if len(self._kept) > KEPT_SESSIONS:
+                self._kept.popitem(last=False)
+
+    def _propose(self, sequence: Choice) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Returns a chain and its probabilities."""
+        room = min(sequence.room, self._context - len(sequence.tokens)) - 1
+        if room < 1 or not sequence.prepared.generate.preferences.speculation:
+            return (), ()
+        tree = self._proposer(sequence).propose(sequence.tokens, LIMITS)
+        tokens = sequence.allowed(tree.tokens[:room])
+        return tokens, tree.scores[: len(tokens)]
+
+    def _proposer(self, sequence: Choice) -> SuffixProposer:
+        proposer = self._active.get(sequence.order)
+        if proposer is None:
+            kept = self._kept.pop(sequence.owner, None) if sequence.choice == 0 else None
+            index = kept.index if kept is not None else None
+            trust = kept.trust if kept is not None else None
+            proposer = SuffixProposer(index, self._corpus(sequence.owner.tenant), trust)
+            proposer.begin(sequence.tokens)
+            self._active[sequence.order] = proposer
+        return proposer
+
+    def _corpus(self, tenant: str) -> RunCorpus:
+        """Returns a tenant's past runs."""
+        corpus = self._runs.setdefault(tenant, RunCorpus())
+        self._runs.move_to_end(tenant)
+        if len(self._runs) > KEPT_TENANTS:
+            self._runs.popitem(last=False)
+        return corpus
