@@ -50,7 +50,7 @@ class SuffixIndex:
         differs = np.flatnonzero(ours != np.asarray(tokens[:shared], dtype=np.int32))
         del ours
         kept = int(differs[0]) if len(differs) else shared
-        if kept < held // 2:
+        if 2 * kept < held:
             self._chains = Chains()
             kept = 0
         else:

@@ -39,7 +39,7 @@ class Ballot(NamedTuple):
     """The tree, and what may be learned from the token that really comes.
 
     Attributes:
-        length: the longest match, 0 where there was none.
+        length: the longest match that something followed, 0 where there was none.
         candidates: all tokens voted for.
     """
 
@@ -47,6 +47,9 @@ class Ballot(NamedTuple):
     length: int
     candidates: frozenset[int]
 
+
+# A `Match` without its name: a draft makes hundreds of them.
+_Place = tuple[Sequence[int], int, int]
 
 NO_BALLOT = Ballot(DraftTree(), 0, frozenset())
 
@@ -81,7 +84,7 @@ class _Leaf(NamedTuple):
     token: int
     parent: int
     depth: int
-    places: Sequence[Match]
+    places: Sequence[_Place]
 
 
 def vote(places: Sequence[Match], trust: Trust, limits: Limits) -> Ballot:
@@ -101,26 +104,33 @@ def vote(places: Sequence[Match], trust: Trust, limits: Limits) -> Ballot:
         if leaf.depth < limits.depth:
             for each in _below(leaf, len(nodes) - 1, trust, arrivals):
                 heapq.heappush(leaves, each)
-    length = max((place.length for place in places), default=0) if candidates else 0
+    length = max((p.length for p in places if p.at < len(p.tokens) and p.tokens[p.at] >= 0), default=0)
     return Ballot(_in_depth_order(nodes), length, candidates)
 
 
 def _below(above: _Leaf, node: int, trust: Trust, arrivals: Iterator[int]) -> Iterator[_Leaf]:
     """Yields the leaves below a node that became number `node` of the tree."""
-    votes: dict[int, float] = {}
-    followers: dict[int, list[Match]] = {}
+    followers: dict[int, list[_Place]] = {}
+    votes: dict[int, int] = {}
     longest = 0
     for tokens, at, length in above.places:
         token = tokens[at] if at < len(tokens) else -1
         if token < 0:
             continue
-        votes[token] = votes.get(token, 0.0) + length * length
-        followers.setdefault(token, []).append(Match(tokens, at + 1, min(length + 1, LONGEST)))
-        longest = max(longest, length)
-    whole = sum(votes.values())
-    for token, share in votes.items():
-        score = above.negative_score * trust[longest] * share / whole
-        yield _Leaf(score, next(arrivals), token, node, above.depth + 1, followers[token])
+        place = (tokens, at + 1, length + 1 if length < LONGEST else length)
+        if token in votes:
+            votes[token] += length * length
+            followers[token].append(place)
+        else:
+            votes[token] = length * length
+            followers[token] = [place]
+        if length > longest:
+            longest = length
+    if votes:
+        whole = above.negative_score * trust[longest] / sum(votes.values())
+        depth = above.depth + 1
+        for token, share in votes.items():
+            yield _Leaf(whole * share, next(arrivals), token, node, depth, followers[token])
 
 
 def _in_depth_order(nodes: Sequence[_Leaf]) -> DraftTree:
