@@ -24,6 +24,8 @@ from magnitude_engine.draft.tree import DraftTree
 _PRIOR = (0.0, 0.54, 0.71, 0.78, 0.86, 0.87, 0.91, 0.91, 0.92, 0.92, 0.92, 0.94, 0.95, 0.95, 0.95, 0.95, 0.96)
 _PRIOR_CASES = 24.0
 _MEMORY_CASES = 400.0
+# Certainty would make every leaf below equal, and rounding could lift one above its parent.
+_MOST_TRUST = 0.99
 
 
 class Limits(NamedTuple):
@@ -62,8 +64,8 @@ class Trust:
         self._cases = [_PRIOR_CASES] * len(_PRIOR)
 
     def __getitem__(self, length: int) -> float:
-        """Returns the probability that any place is right when the longest match has this length, 0..1."""
-        return self._right[length] / self._cases[length]
+        """Returns the probability that any place is right when the longest match has this length, 0..0.99."""
+        return min(self._right[length] / self._cases[length], _MOST_TRUST)
 
     def learn(self, ballot: Ballot, token: int) -> None:
         """Takes note of the token that came after `ballot`."""
