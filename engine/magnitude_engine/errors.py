@@ -14,6 +14,7 @@ MagnitudeError
 ├── EngineError              the engine could not answer; the request itself was fine
 │   ├── Overloaded           the queue is full (HTTP 429 with Retry-After)
 │   ├── NumericFailure       the model produced non-finite numbers for this request
+│   ├── GrammarFailure       a grammar was broken, or became too complex while it was followed
 │   └── WorkerLost           the worker ended or stopped answering
 └── ClientError              raised by MagnitudeClient
     ├── ConnectionFailed     the endpoint cannot be reached
@@ -121,6 +122,12 @@ class NumericFailure(EngineError):
     """The model produced non-finite numbers for this request."""
 
     code = "numeric_failure"
+
+
+class GrammarFailure(EngineError):
+    """A token that the grammar forbids was to be accepted, or following the grammar went over its limits."""
+
+    code = "grammar_failure"
 
 
 class WorkerLost(EngineError):

@@ -1,0 +1,1 @@
+"""Grammars: what an answer may look like, compiled to token masks."""

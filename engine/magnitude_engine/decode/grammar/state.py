@@ -1,0 +1,171 @@
+"""Where a sequence is in its grammar: masks, forced tokens, drafts.
+
+The library's matcher stays broken after its first error, and then allows only the end of the answer, which would
+be silent truncation. So nothing is consumed here that the mask does not allow, and every failure is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from magnitude_engine.errors import GrammarFailure
+
+
+class DraftMasks(NamedTuple):
+    """What the grammar says to a chain of drafted tokens.
+
+    Attributes:
+        masks: int32 [allowed + 1, words]: row i is the mask after the first i drafted tokens.
+        allowed: how many of the drafted tokens, from the first on, those masks allow.
+    """
+
+    masks: torch.Tensor
+    allowed: int
+
+
+class GrammarState:
+    """One sequence's place in a grammar; not thread-safe. `CompiledGrammar.begin` makes it.
+
+    Every method that says what comes next raises GrammarFailure where the grammar became too complex to follow.
+    """
+
+    def __init__(self, matcher: Any, words: int, eos: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._eos = eos
+        self._buffer = torch.zeros(words, dtype=torch.int32)
+        self._drafts = torch.zeros((0, words), dtype=torch.int32)
+        self._current = False
+        self._taken = 0
+        self._ends = 0
+
+    def mask(self) -> torch.Tensor:
+        """Returns which tokens may come next: int32 [words], bit `token % 32` of word `token // 32`.
+
+        It is this state's own buffer on the CPU, overwritten by the next call after a change: copy it to keep it,
+        and do not write to it.
+        """
+        if not self._current:
+            self._fill(self._buffer)
+            self._current = True
+        return self._buffer
+
+    def accept(self, token: int) -> None:
+        """Takes the next token.
+
+        Raises:
+            GrammarFailure: the mask does not allow it; the state is as it was.
+        """
+        if not _allows(self.mask(), token):
+            raise GrammarFailure(f"token {token} is not allowed here by the request's grammar")
+        self._advance(token)
+
+    def forced(self) -> tuple[int, ...]:
+        """Returns the tokens that must come next, whatever the model says; each is the only one its mask allows.
+
+        They are canonical: the tokeniser's own for their text. The end of the answer is never among them.
+        """
+        if self._ends:
+            return ()
+        tokens = tuple(self._matcher.compute_ff_tokens())
+        self._check()
+        return tokens
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer may end here."""
+        mask = self.mask()
+        return any(_allows(mask, token) for token in self._eos)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing but the end of the answer may come."""
+        mask = self.mask()
+        words: list[int] = mask.tolist()
+        allowed = sum((word & 0xFFFFFFFF).bit_count() for word in words if word)
+        return allowed == sum(_allows(mask, token) for token in self._eos)
+
+    def fork(self) -> GrammarState:
+        """Returns an independent copy."""
+        copy = GrammarState(self._matcher.deep_copy(), len(self._buffer), self._eos)
+        copy._taken, copy._ends = self._taken, self._ends
+        return copy
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` tokens.
+
+        Raises:
+            ValueError: negative, or more than were accepted.
+        """
+        if not 0 <= count <= self._taken + self._ends:
+            raise ValueError(f"cannot take back {count} of {self._taken + self._ends} tokens")
+        ends = min(count, self._ends)
+        self._ends -= ends
+        self._taken -= count - ends
+        if count > ends:
+            self._matcher.rollback(count - ends)
+            self._check()
+        self._current = self._current and not count
+
+    def masks(self, draft: Sequence[int]) -> DraftMasks:
+        """Returns the masks along `draft`, up to its first token that they do not allow; the state stays as it is.
+
+        A token that spells what the grammar wants, but is not among the mask's, counts as not allowed, exactly
+        as when it is drawn. The rows are this state's own buffer, overwritten by the next call.
+        """
+        if len(self._drafts) <= len(draft):
+            self._drafts = torch.zeros((len(draft) + 1, len(self._buffer)), dtype=torch.int32)
+        rows = self._drafts
+        rows[0] = self.mask()
+        current, allowed = self._current, 0
+        try:
+            for token in draft:
+                if not _allows(rows[allowed], token):
+                    break
+                self._advance(token)
+                allowed += 1
+                self._fill(rows[allowed])
+        finally:
+            # After a failure nothing can be taken back, and nothing will be asked.
+            if not self._matcher.is_error():
+                self.rollback(allowed)
+        self._current = current
+        return DraftMasks(rows[: allowed + 1], allowed)
+
+    def _fill(self, row: torch.Tensor) -> None:
+        if self._ends:
+            row.zero_()
+            for token in self._eos:
+                row[token // 32] |= _bit(token)
+            return
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * 4)
+        self._check()
+
+    def _advance(self, token: int) -> None:
+        """Takes a token that the mask allows."""
+        self._current = False
+        if token in self._eos:
+            self._ends += 1
+            return
+        self._matcher.consume_token(token)
+        self._taken += 1
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            problem = str(self._matcher.get_error()).splitlines()[0][:200]
+            raise GrammarFailure(
+                f"the request's grammar became too complex to follow ({problem}); simplify its patterns"
+            )
+
+
+def _allows(mask: torch.Tensor, token: int) -> bool:
+    return 0 <= token < 32 * mask.numel() and (int(mask[token // 32]) >> (token % 32)) & 1 == 1
+
+
+def _bit(token: int) -> int:
+    """Returns the token's bit as a signed 32-bit number."""
+    bit = 1 << (token % 32)
+    return bit - (1 << 32) if bit >> 31 else bit
