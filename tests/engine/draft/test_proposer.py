@@ -7,6 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magnitude_engine.draft.chains import LONGEST
 from magnitude_engine.draft.corpus import RunCorpus
 from magnitude_engine.draft.proposer import PredictionProposer, Proposer, SuffixProposer, Tally
 from magnitude_engine.draft.suffix import SuffixIndex
@@ -58,6 +59,17 @@ def test_how_the_tokens_arrive_changes_no_draft(tokens: list[int], data: st.Data
     assert grown.index.matches() == SuffixIndex(tokens).matches()
     again = SuffixProposer(SuffixIndex(tokens))
     assert again.propose(tokens, CHAIN) == SuffixProposer(SuffixIndex(tokens)).propose(tokens, CHAIN)
+
+
+def test_a_session_keeps_its_index_and_trust_from_step_to_step() -> None:
+    index, trust = SuffixIndex(), Trust()
+    steps_to_say(SuffixProposer(index, None, trust), [1, 2], [*WORDS, *WORDS])
+    held = len(index)
+    assert held > 2 + len(WORDS)
+    assert any(trust[length] > Trust()[length] for length in range(LONGEST + 1))
+    following = SuffixProposer(index, None, trust)
+    assert following.begin([1, 2, *WORDS, *WORDS, 5]) == held
+    assert following.propose([1, 2, *WORDS, *WORDS, 5, 2], CHAIN).tokens == tuple(WORDS[:8])
 
 
 def test_a_context_that_shrank_begins_anew() -> None:
