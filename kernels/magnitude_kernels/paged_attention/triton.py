@@ -129,7 +129,7 @@ def _reach(  # type: ignore[no-untyped-def]
     HAS_SHARED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Returns the keys `first .. stop` that a program reads, none past the rows; all rows of its tile see those before `full`."""
+    """Returns the keys `first .. stop` that a program reads; all rows of its tile see those before `full`."""
     before = context - count
     stop = context
     full = before
