@@ -355,8 +355,9 @@ def row_budget(few: Measured | None, many: Measured | None, chunk: int, alone: i
         row_s = (many.seconds - few.seconds) / (many.rows - few.rows)
         fixed_s = max(0.0, few.seconds - few.rows * row_s)
     seconds = ALONE_STEP_SECONDS if alone else STEP_SECONDS
-    rows = int(max(seconds - fixed_s, fixed_s) / row_s) // MIN_PREFILL_ROWS * MIN_PREFILL_ROWS
-    rows = max(rows, MIN_PREFILL_ROWS)
+    rows = max(int(max(seconds - fixed_s, fixed_s) / row_s), MIN_PREFILL_ROWS)
+    if not alone:
+        rows -= rows % MIN_PREFILL_ROWS
     return min(chunk, alone if rows < alone <= rows * 3 // 2 else rows)
 
 

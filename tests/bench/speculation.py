@@ -3,10 +3,10 @@
     python tests/bench/speculation.py [--model PATH] [--budgets 4 8 16] [--every 1]
 
 Teacher-forced: every answer of the public traces (`../shared/data/traces/public`) is gone through with the recorded
-tokens as what the model says. At each step a draft is proposed from all tokens before it; what it has right is accepted,
-and one more token comes from the model, so a step yields accepted + 1. Prompts are rendered and tokenised as
+tokens as what the model says. At each step a draft is proposed from all tokens before it; what it has right is
+accepted, and one more token comes from the model, so a step yields accepted + 1. Prompts are rendered and tokenised as
 the engine does. Runs are added as their sessions end, in the order of the files, to one corpus for all sources.
-Times are processor time of this thread. `--every N` takes each Nth session, to be quick.
+Times are medians by the clock. `--every N` takes each Nth session, to be quick.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -76,15 +77,18 @@ class Figures:
     proposed: int = 0
     accepted: int = 0
     expected: float = 0.0
-    propose_s: float = 0.0
-    prompt_s: float = 0.0
-    prompt_tokens: int = 0
-    add_s: float = 0.0
+    propose_s: list[float] = field(default_factory=list)
+    prompt_s: list[float] = field(default_factory=list)
 
     def add(self, other: Figures) -> None:
         """Adds another source's."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.tokens += other.tokens
+        self.steps += other.steps
+        self.proposed += other.proposed
+        self.accepted += other.accepted
+        self.expected += other.expected
+        self.propose_s += other.propose_s
+        self.prompt_s += other.prompt_s
 
 
 def record(traces: Iterable[Trace], path: Path) -> Iterator[Recorded]:
@@ -114,13 +118,13 @@ def replay(answer: Answer, proposer: SuffixProposer, limits: Limits, into: Figur
     known = list(answer.prompt)
     end = len(known) + len(answer.answer)
     whole = known + list(answer.answer)
-    began = time.thread_time()
-    into.prompt_tokens += len(known) - proposer.begin(known)
-    into.prompt_s += time.thread_time() - began
+    began = time.perf_counter()
+    proposer.begin(known)
+    into.prompt_s.append(time.perf_counter() - began)
     while len(known) < end:
-        began = time.thread_time()
+        began = time.perf_counter()
         tree = proposer.propose(known, limits)
-        into.propose_s += time.thread_time() - began
+        into.propose_s.append(time.perf_counter() - began)
         accepted = len(tree.follow(whole[len(known) : end - 1]))
         proposer.observe(accepted, len(tree))
         known.extend(whole[len(known) : len(known) + accepted + 1])
@@ -141,10 +145,8 @@ def measure(sessions: Sequence[Recorded], setting: Setting) -> dict[str, Figures
         for answer in session.answers:
             replay(answer, proposer, setting.limits, into)
         if corpus is not None:
-            began = time.thread_time()
             for answer in session.answers:
                 corpus.add(answer.prompt[-LEAD:] + answer.answer)
-            into.add_s += time.thread_time() - began
     whole = Figures()
     for each in figures.values():
         whole.add(each)
@@ -158,8 +160,8 @@ def show(setting: Setting, figures: dict[str, Figures]) -> str:
     cells += [
         f"{100 * whole.accepted / max(whole.proposed, 1):.0f} %",
         f"{whole.expected / whole.steps:.2f} / {whole.accepted / whole.steps:.2f}",
-        f"{1e6 * whole.propose_s / whole.steps:.0f}",
-        f"{1e6 * whole.prompt_s / max(whole.prompt_tokens, 1):.2f}",
+        f"{1e6 * statistics.median(whole.propose_s):.0f}",
+        f"{1e3 * statistics.median(whole.prompt_s):.1f}",
     ]
     return f"| {setting.label} | {' | '.join(cells)} |"
 
@@ -182,7 +184,7 @@ def main() -> int:
     answers = sum(len(session.answers) for session in sessions)
     print(f"{len(sessions)} sessions, {answers} answers; {platform.machine()}, {os.cpu_count()} cores\n")
     sources = list(dict.fromkeys(session.source for session in sessions))
-    heads = [*sources, "all", "right", "expected / accepted", "µs per draft", "µs per prompt token"]
+    heads = [*sources, "all", "right", "expected / accepted", "µs per draft", "ms per prompt"]
     print(f"| tokens per step | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
     for runs in (False, True):
         for fork in (False, True):

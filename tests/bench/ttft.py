@@ -1,6 +1,6 @@
 """Time to the first token of a later step of a long session, against a bare forward pass of its new tokens.
 
-    python tests/bench/ttft.py --model PATH [--context 6000] [--new 64] [--rounds 9] [--threads 2]
+    python tests/bench/ttft.py --model PATH [--context 6000] [--new 64] [--rounds 9] [--threads 2] [--cpu-time]
 
 A session of `--context` tokens goes on and on, as an agent's does: each step's prompt is the whole conversation with
 the last answer and a tool's result behind it. The bare pass computes as many rows at the same position, its pages
@@ -31,10 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from magnitude_engine import api
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig, default_data_dir
 from magnitude_engine.engine import Engine
+from magnitude_engine.gauges import record
 from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.model.batch import KeyValueCache, StepBatch, StepOutput
 from magnitude_engine.model.loader import LoadedModel, load_model
 from magnitude_engine.step import Rows, build_batch
+from magnitude_engine.stepper import SAVES_PER_STEP
 from testkit.model import SMOLLM2
 
 CHUNK = 256
@@ -93,17 +95,23 @@ class Session:
 
 
 class Filling:
-    """The model's runner, which can draw keys and values instead of computing them."""
+    """The model's runner, which can draw keys and values instead of computing them.
+
+    Attributes:
+        rows: of each forward pass since the list was emptied.
+    """
 
     def __init__(self, model: LoadedModel) -> None:
         self._runner = model.runner
         self.computes = True
+        self.rows: list[int] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
     def forward(self, batch: StepBatch, cache: KeyValueCache) -> StepOutput:
         """Computes a step, or fills its slots."""
+        self.rows.append(len(batch.ids))
         if self.computes:
             return self._runner.forward(batch, cache)
         for tensor in (*cache.keys, *cache.values):
@@ -136,7 +144,7 @@ class Client:
                 ended.set()
 
         began = Spent(time.perf_counter(), time.process_time())
-        self._engine.submit(self._request(chat, tokens), sink)
+        self._engine.submit(self.request(chat, tokens), sink)
         if not ended.wait(600):
             raise RuntimeError("no answer in 600 s")
         (started,) = [e for e in events if isinstance(e, api.Started)]
@@ -144,7 +152,8 @@ class Client:
         text = "".join(e.text for e in events if isinstance(e, api.Delta))
         return First(spent, started.prompt_tokens, started.prompt_tokens - started.cached_tokens), text
 
-    def _request(self, chat: api.ChatInput, tokens: int) -> api.Generate:
+    def request(self, chat: api.ChatInput, tokens: int) -> api.Generate:
+        """Returns a request of the session."""
         return api.Generate(
             request=f"ttft{self._sent}",
             epoch=1,
@@ -195,7 +204,8 @@ def later_steps(model: LoadedModel, config: EngineConfig, options: argparse.Name
     """Times later steps of one session and bare passes in turn."""
     session = Session(model, options.context, options.new)
     filling = Filling(model)
-    engine = Engine(model._replace(runner=filling), config)  # type: ignore[arg-type]
+    clock = time.process_time if options.cpu_time else time.monotonic
+    engine = Engine(model._replace(runner=filling), config, clock)  # type: ignore[arg-type]
     engine.start()
     client = Client(engine)
     filling.computes = False
@@ -206,12 +216,18 @@ def later_steps(model: LoadedModel, config: EngineConfig, options: argparse.Name
     filling.computes = True
     for number in range(options.rounds + 2):
         session.answered(text)
+        filling.rows.clear()
         first, text = client.first_token(session.chat, tokens=4)
         spent = bare.forward(first.prompt - first.rows, first.rows)
         if number >= 2:
             firsts.append(first)
             passes.append(spent)
-        print(f"step {number}: {first.rows} rows, {first.spent.wall:.0f} ms, bare {spent.wall:.0f} ms", file=sys.stderr)
+        chunks = "+".join(map(str, filling.rows[:-3]))
+        print(
+            f"step {number}: {chunks} of {first.rows} rows, {first.spent.processor:.0f} processor ms, "
+            f"bare {spent.processor:.0f}",
+            file=sys.stderr,
+        )
     engine.close()
     step, alone = medians(f.spent for f in firsts), medians(passes)
     lines = [
@@ -247,6 +263,46 @@ def resume(model: LoadedModel, options: argparse.Namespace) -> None:
     table("resuming from disk", ("", "rows computed", "ms", "processor ms"), lines)
 
 
+def overheads(model: LoadedModel, options: argparse.Namespace) -> None:
+    """Times what the engine's thread does in a step besides the model, at the end of a prompt."""
+    session = Session(model, options.context, options.new)
+    filling = Filling(model)
+    filling.computes = False
+    with tempfile.TemporaryDirectory() as folder:
+        config = engine_config(options, kv_disk_mb=4096, kv_dir=str(Path(folder) / "kv"))
+        engine = Engine(model._replace(runner=filling), config)  # type: ignore[arg-type]
+        engine.submit(Client(engine).request(session.chat, 1), lambda event: None)
+        while engine.step():
+            pass
+        stepper, manager = engine._stepper, engine._stepper.manager
+        ids = model.prompts.encode(session.chat)
+        lease = manager.acquire(CacheKey("bench", "overhead", "main"), ids)
+        parts: dict[str, Callable[[], object]] = {
+            "prompt to ids, known text": lambda: model.prompts.encode(session.chat),
+            "digests of a prompt's pages": lambda: manager.chain("bench", ids),
+            "which blocks to read": lambda: list(manager.missing("bench", ids)),
+            "a lease on all of it": lambda: manager.release(manager.acquire(lease.key, ids)),
+            "publish after a chunk": lambda: manager.publish(lease, ids),
+            f"write back {SAVES_PER_STEP} pages": lambda: stepper.cache.save(SAVES_PER_STEP),
+            "figures as metrics": lambda: record(stepper.telemetry, stepper.cache, stepper.ahead.queue),
+        }
+        lines = [[name, f"{thread_ms(part, 25):.2f}"] for name, part in parts.items()]
+        manager.release(lease)
+        engine.close()
+    table(f"engine's thread at {len(ids)} tokens, medians of 25", ("", "processor ms"), lines)
+
+
+def thread_ms(part: Callable[[], object], rounds: int) -> float:
+    """Returns the median milliseconds of this thread in a call."""
+    part()
+    found: list[float] = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        part()
+        found.append((time.thread_time() - began) * 1000)
+    return statistics.median(found)
+
+
 def cold(model: LoadedModel, context: int) -> Spent:
     """Returns what bare passes over a whole prompt take in chunks, four of which are timed."""
     bare = Bare(model, context)
@@ -270,7 +326,10 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", default="steps,resume")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="the engine, too, goes by processor time (busy machine)"
+    )
+    parser.add_argument("--parts", default="steps,resume,overheads")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     config = engine_config(options)
@@ -280,6 +339,7 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "steps": lambda: later_steps(model, config, options),
         "resume": lambda: resume(model, options),
+        "overheads": lambda: overheads(model, options),
     }
     for part in options.parts.split(","):
         parts[part]()

@@ -56,8 +56,8 @@ class SuffixProposer:
     def __init__(
         self, index: SuffixIndex | None = None, runs: RunCorpus | None = None, trust: Trust | None = None
     ) -> None:
-        self.index = index or SuffixIndex()
-        self.trust = trust or Trust()
+        self.index = SuffixIndex() if index is None else index
+        self.trust = Trust() if trust is None else trust
         self.tally = Tally()
         self._runs = runs
         self._ballot = NO_BALLOT

@@ -14,6 +14,7 @@ import triton
 
 from magnitude_kernels.paged_attention.ragged import SHORT_ROWS, Cache, Ragged, Run, kind
 from magnitude_kernels.paged_attention.triton import (
+    ALL,
     CAUSAL,
     SPLIT_KEYS,
     SPLITS_PER_OCTAVE,
@@ -166,12 +167,17 @@ def sizes(head_dim: int, wide: bool, most_rows: int, group: int, tight: bool) ->
     if kind(most_rows) == 0:
         return Sizes(least, 16 if wide and large else 32, 4, 3 if wide else 2)
     if wide:
-        return Sizes(max(least, 16 if large else 32), 16 if large else 32, 4, 2)
+        return Sizes(max(least, 16 if large else 32), 16 if large else 32, 8 if block_dim(head_dim) <= 64 else 4, 2)
     if large:
         return Sizes(max(least, 64), 32, 8, 2)
     if kind(most_rows) == 1:
         return Sizes(max(least, 64), 32, 4, 2)
     return Sizes(max(least, 128), 32 if tight and block_dim(head_dim) > 64 else 64, 8, 2)
+
+
+def group_rows(tight: bool) -> int:
+    """Returns for how many rows the sizes of tiles over a shared prefix are chosen; found by compiling, too."""
+    return SHORT_ROWS + 1 if tight else SHORT_ROWS
 
 
 def is_tight(device: torch.device) -> bool:
@@ -196,7 +202,9 @@ def read(
     _, heads, head_dim = queries.shape
     kv_heads = cache.keys.shape[2]
     group = heads // kv_heads
-    size = sizes(head_dim, queries.dtype == torch.float32, reading.most_rows, group, is_tight(queries.device))
+    tight = is_tight(queries.device)
+    rows = reading.most_rows if reading.view != ALL else group_rows(tight)
+    size = sizes(head_dim, queries.dtype == torch.float32, rows, group, tight)
     tiles = -(-reading.most_rows // (size.rows // group))
     grid = (reading.counts.numel() * tiles, kv_heads, target.shape[2] if marks is not None else 1)
     if 0 in grid:

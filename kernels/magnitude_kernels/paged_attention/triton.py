@@ -129,7 +129,7 @@ def _reach(  # type: ignore[no-untyped-def]
     HAS_SHARED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Returns the keys `first .. stop` that a program reads; every row of its tile sees those before `full`."""
+    """Returns the keys `first .. stop` that a program reads; all rows of its tile see those before `full`."""
     before = context - count
     stop = context
     full = before
@@ -147,6 +147,7 @@ def _reach(  # type: ignore[no-untyped-def]
             # A split belongs to the group where all of it is shared.
             theirs = first + size <= shared
             stop = tl.where(theirs if VIEW == _ALL else theirs == 0, stop, first)
+    stop = tl.where(tile_row < count, stop, first)
     return first, stop, tl.minimum(full, stop)
 
 
@@ -158,10 +159,35 @@ def _queries(ptr, held, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_D: tl.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _start(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the state before any key: largest score, sum of weights, weighted values."""
-    largest = tl.full((BLOCK_M,), -_INFINITY, tl.float32)
-    return largest, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+def _attend(  # type: ignore[no-untyped-def]
+    query,
+    cache,
+    reach,
+    rows,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    VIEW: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Returns the state after the keys of `reach`, SPLIT_KEYS at a time, without masks where all rows see all."""
+    first, stop, full = reach
+    BLOCKS: tl.constexpr = _SPLIT_KEYS // BLOCK_N
+    largest = tl.full((query.shape[0],), -_INFINITY, tl.float32)
+    state = (largest, tl.zeros((query.shape[0],), tl.float32), tl.zeros(query.shape, tl.float32))
+    while first + _SPLIT_KEYS <= full:
+        state = _advance(
+            state, query, cache, first, stop, rows, scale, HEAD_DIM, PAGE, VIEW, WIDE, PRECISION, BLOCK_N, BLOCKS, False
+        )
+        first += _SPLIT_KEYS
+    while first < stop:
+        state = _advance(
+            state, query, cache, first, stop, rows, scale, HEAD_DIM, PAGE, VIEW, WIDE, PRECISION, BLOCK_N, BLOCKS, True
+        )
+        first += _SPLIT_KEYS
+    return state
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -223,11 +249,9 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     context = tl.load(contexts_ptr + source)
     SPLIT: tl.constexpr = marks_ptr is not None
     HAS_SHARED: tl.constexpr = shared_ptr is not None
-    first, stop, full = _reach(count, context, shared, tile_row, BLOCK_M // GROUP, VIEW, HAS_SHARED, SPLIT)
+    reach = _reach(count, context, shared, tile_row, BLOCK_M // GROUP, VIEW, HAS_SHARED, SPLIT)
     # Nothing to read shows in the masks alone: a return before the loops makes the compiler spill.
-    stop = tl.where(tile_row < count, stop, first)
-    full = tl.minimum(full, stop)
-    written = tl.where(first < stop, count, 0)
+    written = tl.where(reach[0] < reach[1], count, 0)
     local = tile_row + tl.arange(0, BLOCK_M) // GROUP
     head = tl.program_id(1) * GROUP + tl.arange(0, BLOCK_M) % GROUP
     row = (tl.load(starts_ptr + item) + local).to(tl.int64)
@@ -238,18 +262,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     table_ptr += source.to(tl.int64) * table_stride
     cache = (keys_ptr + heads, values_ptr + heads, table_ptr, page_stride, token_stride)
     rows = (local, context - count, bits)
-    state = _start(BLOCK_M, BLOCK_D)
-    SPAN: tl.constexpr = _SPLIT_KEYS // BLOCK_N
-    while first + _SPLIT_KEYS <= full:
-        state = _advance(
-            state, query, cache, first, stop, rows, scale, HEAD_DIM, PAGE, VIEW, WIDE, PRECISION, BLOCK_N, SPAN, False
-        )
-        first += _SPLIT_KEYS
-    while first < stop:
-        state = _advance(
-            state, query, cache, first, stop, rows, scale, HEAD_DIM, PAGE, VIEW, WIDE, PRECISION, BLOCK_N, SPAN, True
-        )
-        first += _SPLIT_KEYS
+    state = _attend(query, cache, reach, rows, scale, HEAD_DIM, PAGE, VIEW, WIDE, PRECISION, BLOCK_N)
     place = (row * (tl.num_programs(1) * GROUP) + head) * tl.num_programs(2) + tl.program_id(2)
     _store(state, target_ptr, marks_ptr, place, held, scale, HEAD_DIM, BLOCK_D)
 

@@ -62,6 +62,7 @@ def test_own_traces_have_the_kinds_and_lengths_that_agents_have() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_own_traces_computed_by_a_tiny_model_get_what_the_oracle_has() -> None:
     model = tiny_model(context=CONTEXT, profile="native")
     engine = Engine(model, engine_config(profile="native", prefill_chunk=1024), pages=8192)
@@ -73,12 +74,14 @@ def test_own_traces_computed_by_a_tiny_model_get_what_the_oracle_has() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_own_traces_resume_from_disk_after_a_restart(tmp_path: Path) -> None:
     model, ledger = ledger_of(tiny_model(context=CONTEXT))
     check_restart(model, ledger, own_traces(), tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_public_traces_get_what_the_oracle_has_and_resume_after_a_restart(tmp_path: Path) -> None:
     model, ledger = ledger_of(smollm2())
     check_restart(model, ledger, public_traces_or_skip(), tmp_path)
@@ -110,6 +113,7 @@ def check_resumed(steps: Sequence[Served]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_prefill_ahead_serves_what_no_request_has_computed() -> None:
     model, _ = ledger_of(tiny_model(context=CONTEXT))
     sessions = sessions_of(own_traces(), model)
