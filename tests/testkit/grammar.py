@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -153,10 +154,10 @@ def allowed(mask: torch.Tensor) -> list[int]:
 
 def accepts(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the grammar takes `text` as a whole, token by token under its masks."""
-    state = grammar.begin()
-    for token in tokenizer.encode(text):
-        if token not in allowed(state.mask()):
-            return False
+    state, tokens = grammar.begin(), tokenizer.encode(text)
+    if state.masks(tokens).allowed < len(tokens):
+        return False
+    for token in tokens:
         state.accept(token)
     return state.may_end
 
@@ -171,28 +172,41 @@ class Walker:
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._random = random.Random(seed)
-        ids = range(tokenizer.vocab_size)
-        self._structure = frozenset(
-            t for t in ids if tokenizer.token_bytes(t) and set(tokenizer.token_bytes(t)) <= _STRUCTURE
-        )
+        self._structure = _structure(tokenizer)
         self._eos = tokenizer.eos_ids
 
-    def choose(self, tokens: Sequence[int]) -> int:
+    def choose(self, mask: torch.Tensor) -> int:
         """Returns one of the allowed tokens; the end, where it is allowed, half the time."""
-        ends = [t for t in tokens if t in self._eos]
+        words: list[int] = mask.tolist()
+        ends = [t for t in self._eos if words[t // 32] >> (t % 32) & 1]
         if ends and self._random.random() < 0.5:
             return ends[0]
-        structure = [t for t in tokens if t in self._structure]
-        return self._random.choice(structure if structure and self._random.random() < 0.7 else tokens)
+        structure: list[int] = (mask & self._structure).tolist()
+        return self._drawn(structure if any(structure) and self._random.random() < 0.7 else words)
 
     def walk(self, state: GrammarState, cap: int) -> Iterator[int]:
         """Yields tokens, which the state has then accepted, up to `cap` or before the end of the answer."""
         for _ in range(cap):
-            token = self.choose(allowed(state.mask()))
+            token = self.choose(state.mask())
             if token in self._eos:
                 return
             state.accept(token)
             yield token
+
+    def _drawn(self, words: list[int]) -> int:
+        """Returns a token of a random word of a mask that allows one."""
+        at = self._random.choice([i for i, word in enumerate(words) if word])
+        return at * 32 + self._random.choice([bit for bit in range(32) if words[at] >> bit & 1])
+
+
+@functools.cache
+def _structure(tokenizer: Tokenizer) -> torch.Tensor:
+    """Returns the mask of tokens that JSON's structure and numbers are made of."""
+    words = torch.zeros((tokenizer.vocab_size + 31) // 32 * 32, dtype=torch.int64)
+    for token in range(tokenizer.vocab_size):
+        if tokenizer.token_bytes(token) and set(tokenizer.token_bytes(token)) <= _STRUCTURE:
+            words[token] = 1
+    return (words.view(-1, 32) << torch.arange(32)).sum(1).to(torch.int32)
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

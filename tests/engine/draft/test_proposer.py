@@ -88,7 +88,7 @@ def test_matches_that_mislead_are_trusted_less() -> None:
     faithful = SuffixProposer()
     steps_to_say(faithful, WORDS, WORDS * 20)
     misled = SuffixProposer()
-    for fresh in range(1_000, 1_200):
+    for fresh in range(1_000, 1_100):
         misled.propose([*WORDS, fresh - 1, *WORDS[:20]], CHAIN)
         misled.propose([*WORDS, fresh - 1, *WORDS[:20], fresh], CHAIN)
         misled.begin(WORDS)

@@ -44,7 +44,7 @@ class CompilerLimits:
 
     schema: SchemaLimits = field(default_factory=SchemaLimits)
     helper: HelperLimits = field(default_factory=HelperLimits)
-    steps: int = 48
+    steps: int = 16
     source: int = 64 * 1024
     tools: int = 512
     together: int = 4 * 1024 * 1024
@@ -228,7 +228,7 @@ class GrammarCompiler:
 
     def _asked(self, grammars: tuple[str, ...], schema: str, exact: int) -> Compiled | Ended:
         job = CompileJob(
-            grammars=grammars, wall_s=self.limits.helper.job_s, steps=self.limits.steps, schema=schema, exact=exact
+            grammars=grammars, budget=self.limits.helper.job, steps=self.limits.steps, schema=schema, exact=exact
         )
         answer = self._helper.ask(job)
         if not isinstance(answer, Compiled | Ended):

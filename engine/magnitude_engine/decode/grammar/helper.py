@@ -2,8 +2,8 @@
 
     python -m magnitude_engine.decode.grammar.helper      (standard input is a socket to the engine)
 
-It ends when the engine does: idle, it reads the end of its socket; busy, its own timer kills it, since the timer's
-signal keeps its default action and needs no cooperation from the code that runs.
+It ends when the engine does: idle, it reads the end of its socket; busy, its own timers kill it, since their
+signals keep their default action and need no cooperation from the code that runs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jsonschema.validators import validator_for
 from magnitude_engine.decode.grammar.jobs import (
     Answer,
     Begin,
+    Budget,
     Checked,
     CheckJob,
     Compiled,
@@ -45,7 +46,8 @@ ERROR_CHARACTERS = 400
 def main() -> int:
     """Serves until the engine closes the socket; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for timer in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(timer, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=sys.stdin.fileno()) as channel:
         try:
@@ -58,7 +60,7 @@ def main() -> int:
             send(channel, Ready())
             while True:
                 send(channel, _answer(receive_job(channel), tokenizer))
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                _limit_time(Budget(cpu_s=0, wall_s=0))
         except (EOFError, OSError):
             return 0
 
@@ -70,13 +72,19 @@ def _limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (held + more, hard))
 
 
-def _answer(job: Any, tokenizer: Any) -> Answer:
-    """Does one job under its limits of time."""
+def _limit_time(budget: Budget) -> None:
+    """Sets both timers; 0 turns one off. The kernel's limit stands behind the first one."""
+    signal.setitimer(signal.ITIMER_PROF, budget.cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, budget.wall_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(used.ru_utime + used.ru_stime + job.wall_s) + 1
+    seconds = math.ceil(used.ru_utime + used.ru_stime + budget.cpu_s) + 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
-    signal.setitimer(signal.ITIMER_REAL, job.wall_s)
+
+
+def _answer(job: Any, tokenizer: Any) -> Answer:
+    """Does one job under its limits of time."""
+    _limit_time(job.budget)
     if isinstance(job, CompileJob):
         return compile_first(job, tokenizer)
     return check(job)

@@ -25,17 +25,23 @@ class Begin(Frozen, tag="begin", frozen=True, kw_only=True):
     memory: int
 
 
+class Budget(Frozen, frozen=True, kw_only=True):
+    """Seconds of processor and of wall time after which the helper is killed by its own timers."""
+
+    cpu_s: float = 1.0
+    wall_s: float = 3.0
+
+
 class CompileJob(Frozen, tag="compile", frozen=True, kw_only=True):
     """Compile the first of `grammars` that can be, and follow it for `steps` tokens.
 
     Attributes:
-        wall_s: seconds after which the helper is killed by its own timer.
         schema: JSON of the schema that they come from, to be checked itself; empty for none.
         exact: how many of `grammars` need no check afterwards; for the others `schema` must be usable for one.
     """
 
     grammars: tuple[str, ...]
-    wall_s: float
+    budget: Budget
     steps: int
     schema: str = ""
     exact: int = 1
@@ -46,7 +52,7 @@ class CheckJob(Frozen, tag="check", frozen=True, kw_only=True):
 
     schema: str
     text: str
-    wall_s: float
+    budget: Budget
 
 
 class Ready(Frozen, tag="ready", frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -20,6 +20,7 @@ import msgspec
 from magnitude_engine.decode.grammar.jobs import (
     Answer,
     Begin,
+    Budget,
     CheckJob,
     CompileJob,
     Ready,
@@ -37,9 +38,9 @@ _DYING_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HelperLimits:
-    """Seconds of one job, of waiting for a turn, and of a start; bytes that a job may take."""
+    """Time of one job; seconds of waiting for a turn, and of a start; bytes that a job may take."""
 
-    job_s: float = 1.0
+    job: Budget = field(default_factory=Budget)
     turn_s: float = 10.0
     start_s: float = 60.0
     memory: int = 1024**3
@@ -75,7 +76,7 @@ class Helper:
             self._launch()
 
     def ask(self, job: CompileJob | CheckJob) -> Answer | Ended:
-        """Returns the helper's answer, or why there is none; it is killed `wall_s` seconds after it began the job.
+        """Returns the helper's answer, or why there is none; it is killed when the job's budget is spent.
 
         Raises:
             Overloaded: other jobs took too long.
@@ -85,8 +86,8 @@ class Helper:
             raise Overloaded("too many new grammars are waiting to be compiled or checked; send the request again")
         try:
             channel = self._awaited()
-            # Its own timer fires first; this one is for a helper that does not run at all.
-            channel.settimeout(job.wall_s + 1.0)
+            # Its own timers fire first; this one is for a helper that does not run at all.
+            channel.settimeout(job.budget.wall_s + 1.0)
             try:
                 send(channel, job)
                 return receive_answer(channel)
@@ -163,5 +164,5 @@ class Helper:
 
 
 def _reason(status: int) -> Ended:
-    timers = {-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL}
+    timers = {-signal.SIGALRM, -signal.SIGPROF, -signal.SIGXCPU, -signal.SIGKILL}
     return Ended.TIME if status in timers else Ended.MEMORY

@@ -77,7 +77,7 @@ class Validator:
             Overloaded: other checks took too long.
             EngineError: the helper cannot be started, or was closed.
         """
-        job = CheckJob(schema=rule.schema, text=text, wall_s=self._helper.limits.job_s)
+        job = CheckJob(schema=rule.schema, text=text, budget=self._helper.limits.job)
         answer = self._helper.ask(job)
         if isinstance(answer, Ended):
             return TimedOut(f"the check was given up: {answer.value}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from magnitude_engine.errors import EngineError, FeatureUnsupported, Overloaded,
 from magnitude_engine.model.tokenizer import Tokenizer
 from testkit.grammar import CASES, PARAM, REFUSED, Case, accepts, allowed, spec, text_of, written
 from testkit.tiny import tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -100,6 +105,7 @@ def test_one_content_is_compiled_once(compiler: GrammarCompiler) -> None:
     assert compiler.compile(spec({**schema, "title": "other"})) is not first
 
 
+@pytest.mark.slow
 def test_the_cache_is_bounded(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, limits=CompilerLimits(entries=2))
     try:
@@ -131,6 +137,7 @@ def test_many_threads_get_their_grammars(compiler: GrammarCompiler, tokenizer: T
     assert results == dict.fromkeys(range(20), True)
 
 
+@pytest.mark.slow
 def test_more_logits_than_tokens(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, columns=tokenizer.vocab_size + 100)
     try:
@@ -193,7 +200,7 @@ _DOUBLING = {
 )
 def test_a_bomb_is_killed_and_the_next_request_served(schema: Any) -> None:
     tokenizer = tiny_tokenizer()
-    compiler = GrammarCompiler(tokenizer, limits=CompilerLimits(helper=HelperLimits(job_s=1.0)))
+    compiler = GrammarCompiler(tokenizer)
     try:
         compiler.compile(Regex(pattern="warm"))
         before = compiler.helper_pid
@@ -208,6 +215,7 @@ def test_a_bomb_is_killed_and_the_next_request_served(schema: Any) -> None:
         compiler.close()
 
 
+@pytest.mark.slow
 def test_a_helper_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer)
     try:
@@ -220,6 +228,40 @@ def test_a_helper_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
         assert compiler.helper_pid not in (None, pid)
     finally:
         compiler.close()
+
+
+OWNER = """
+import sys, time
+sys.path.insert(0, "tests")
+from testkit.tiny import tiny_tokenizer
+from magnitude_engine.decode.grammar.compiler import GrammarCompiler
+from magnitude_engine.decode.grammar.spec import Regex
+compiler = GrammarCompiler(tiny_tokenizer())
+compiler.compile(Regex(pattern="a"))
+print(compiler.helper_pid, flush=True)
+time.sleep(60)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+def test_the_helper_ends_with_its_owner() -> None:
+    with subprocess.Popen((sys.executable, "-c", OWNER), stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
+        assert owner.stdout is not None
+        helper = int(owner.stdout.readline())
+        assert not gone(helper)
+        owner.kill()
+    until = time.monotonic() + 10
+    while not gone(helper) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert gone(helper)
 
 
 def test_waiting_has_a_limit(tokenizer: Tokenizer) -> None:

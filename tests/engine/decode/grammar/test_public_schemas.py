@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,17 @@ OUTPUTS = 20
 CAP = 512
 # Why a valid instance may be rejected: the grammar writes properties in the schema's order, numbers in one form,
 # and takes `format` as an assertion, which the draft leaves open.
-REORDERED = {"jsb-Github_hard-o55072", "allOf with base schema", "const with object"}
+REORDERED = {
+    "allOf with base schema",
+    "const with object",
+    "jsb-Github_hard-o36012",
+    "jsb-Github_hard-o55072",
+    "jsb-Github_hard-o71321",
+    "jsb-Github_ultra-o69900",
+    "jsb-JsonSchemaStore-block",
+    "jsb-Kubernetes-kb_105_Normalized",
+    "jsb-WashingtonPost-wp_105_Normalized",
+}
 OTHER_FORM = {
     "const with 1 does not match true",
     "float and integers are equal up to 64-bit representation limits",
@@ -101,7 +112,7 @@ def passes(grammar: CompiledGrammar, validator: Validator, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("file", "least", "refused_most"), [("public.jsonl", 162, 2), ("draft2020-12_public.jsonl", 123, 10)]
+    ("file", "least", "refused_most"), [("public.jsonl", 163, 1), ("draft2020-12_public.jsonl", 127, 6)]
 )
 def test_instances(
     file: str, least: int, refused_most: int, real: GrammarCompiler, smollm2: Tokenizer, validator: Validator
@@ -153,7 +164,11 @@ def test_outputs_drawn_at_random_validate(
                 counts["held back by the check"] += 1
                 continue
             counts["finished"] += 1
-            errors = [e.message[:200] for e in judge.iter_errors(json.loads(text))]
+            try:
+                errors = [e.message[:200] for e in judge.iter_errors(json.loads(text))]
+            except re.error:
+                counts["not judged: a pattern that Python does not have"] += 1
+                continue
             assert errors == [], (row.name, text[:500])
     print(file, dict(counts))
     assert counts["finished"] > 1000

@@ -26,7 +26,7 @@ FORMATS_2020 = (
 
 def keywords_of_the_draft() -> set[str]:
     """Returns every keyword that the metaschema's vocabularies of draft 2020-12 define."""
-    from jsonschema_specifications import REGISTRY
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
     root = "https://json-schema.org/draft/2020-12"
     names = ("core", "applicator", "unevaluated", "validation", "format-annotation", "content", "meta-data")
