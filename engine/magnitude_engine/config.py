@@ -29,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_name: Annotated[str, Meta(description="name under which the model is listed")] = "default"
     profile: Annotated[Profile | None, Meta(description="numeric profile; default packed on CPU, native on GPU")] = None
     optimization_level: Annotated[OptimizationLevel, Meta(description="off computes every prompt anew")] = "balanced"
+    speculation: Annotated[bool, Meta(description="draft tokens and verify them; never changes what is said")] = True
     context_length: Annotated[int, Meta(ge=16, description="shorten the model's context")] | None = None
     kv_memory_mb: Annotated[int, Meta(ge=1, description="memory for keys and values, MiB")] = 2048
     kv_host_mb: Annotated[int, Meta(ge=0, description="host memory for pages off the device, MiB; 0: none")] = 0
@@ -39,6 +40,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_chunk: Annotated[int, Meta(ge=1, le=65_536, description="prompt tokens computed per step")] = 256
     threads: Annotated[int, Meta(ge=0, le=1024, description="CPU threads; 0 means all cores")] = 0
     max_n: Annotated[int, Meta(ge=1, le=1024, description="choices per request")] = 16
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are drafted: neither switched off nor excluded by `optimization_level`."""
+        return self.speculation and self.optimization_level != "off"
 
 
 class AgentRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

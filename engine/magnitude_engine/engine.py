@@ -17,12 +17,12 @@ from magnitude_engine.answer import Answer, Sink
 from magnitude_engine.build import open_cache
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, WorkerLost
-from magnitude_engine.inbox import Ahead, Inbox, Job, JobKey, Question
+from magnitude_engine.inbox import Ahead, Hooks, Inbox, Job, JobKey, Question
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.predict import Predictor, Settled
 from magnitude_engine.request import RequestLimits, Sequence, prepare
 from magnitude_engine.scheduler import retry_after
-from magnitude_engine.stepper import Hooks, Stepper
+from magnitude_engine.stepper import Stepper
 
 MAX_STEP_FAILURES = 3
 IDLE_CHECK_S = 1.0
@@ -201,7 +201,7 @@ class Engine:
 
     def _run(self) -> None:
         """The engine's thread."""
-        fresh = self._config.optimization_level != "off"
+        fresh = self._config.drafts
         while not self._inbox.closed:
             try:
                 if fresh:

@@ -69,6 +69,37 @@ class Job:
         """How cancellations name it."""
         return JobKey(self.prepared.generate.request, self.prepared.generate.epoch)
 
+    @property
+    def usage(self) -> api.Usage:
+        """What it took so far."""
+        return api.Usage(
+            prompt_tokens=len(self.prepared.prompt),
+            completion_tokens=sum(len(s.output) for s in self.sequences),
+            cached_tokens=self.cached.tokens,
+            cached_host_tokens=self.cached.host,
+            cached_disk_tokens=self.cached.disk,
+            drafted_tokens=sum(s.drafted for s in self.sequences),
+            accepted_tokens=sum(s.accepted for s in self.sequences),
+            forced_tokens=sum(s.forced for s in self.sequences),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Whom the stepper tells what happens.
+
+    Attributes:
+        clock: seconds, monotonic.
+        ended: called with each job that has had its last event.
+        answered: called with each first choice that ended in full, for what follows it.
+        wake: called on another thread when `step` should be called again.
+    """
+
+    clock: Callable[[], float]
+    ended: Callable[[Job], None]
+    answered: Callable[[Sequence], None]
+    wake: Callable[[], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Question:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from magnitude_engine.config import PAGE_TOKENS
-from magnitude_engine.decode.sample import RowSpec
+from magnitude_engine.decode.sample import Drawn, RowSpec
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.model.batch import SequenceRows, StepBatch
 from magnitude_engine.request import Sequence
@@ -51,6 +51,14 @@ class Work(NamedTuple):
         return Rows(tokens, self.lease, 1 + len(self.draft) if self.rows == self.sequence.missing else 0)
 
 
+class Verified(NamedTuple):
+    """What was drawn after a sequence's last token, and after each token of its draft."""
+
+    sequence: Sequence
+    draft: tuple[int, ...]
+    drawn: tuple[Drawn, ...]
+
+
 def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
     """Returns the forward pass for `shares`."""
     ids: list[int] = []
@@ -86,3 +94,20 @@ def row_specs(sequence: Sequence, draft: Sequences[int]) -> list[RowSpec]:
         )
         for ahead in range(len(draft) + 1)
     ]
+
+
+def rows_to_draw(groups: Sequences[tuple[Sequences[Sequence], tuple[int, ...]]]) -> tuple[list[int], list[RowSpec]]:
+    """Returns the row of the logits for each token to draw, and how it is drawn.
+
+    `groups` has, in the order of the rows, the choices that share the rows of a sequence and the draft behind it.
+    """
+    rows: list[int] = []
+    specs: list[RowSpec] = []
+    at = 0
+    for choices, draft in groups:
+        end = at + 1 + len(draft)
+        for choice in choices:
+            rows += range(at, end)
+            specs += row_specs(choice, draft)
+        at = end
+    return rows, specs

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 
@@ -29,11 +27,11 @@ from magnitude_engine import telemetry as names
 from magnitude_engine.ahead import PrefillAhead
 from magnitude_engine.calibrate import depths
 from magnitude_engine.config import EngineConfig
-from magnitude_engine.decode.sample import Drawn, RowSpec, draw
+from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.draft.controller import FixedDepth
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
-from magnitude_engine.inbox import Job, JobKey, cached_prompt
+from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
@@ -44,36 +42,11 @@ from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, de
 from magnitude_engine.seats import Seats
 from magnitude_engine.session_log import SessionLog
 from magnitude_engine.speculation import Speculation
-from magnitude_engine.step import Work, build_batch, row_specs
+from magnitude_engine.step import Verified, Work, build_batch, rows_to_draw
 
 # Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
 SAVES_PER_STEP = 2
 SAVES_IDLE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """Whom the stepper tells what happens.
-
-    Attributes:
-        clock: seconds, monotonic.
-        ended: called with each job that has had its last event.
-        answered: called with each first choice that ended in full, for what follows it.
-        wake: called on another thread when `step` should be called again.
-    """
-
-    clock: Callable[[], float]
-    ended: Callable[[Job], None]
-    answered: Callable[[Sequence], None]
-    wake: Callable[[], None]
-
-
-class Verified(NamedTuple):
-    """What was drawn after a sequence's last token, and after each token of its draft."""
-
-    sequence: Sequence
-    draft: tuple[int, ...]
-    drawn: tuple[Drawn, ...]
 
 
 class Stepper:
@@ -239,7 +212,7 @@ class Stepper:
 
     def _with_drafts(self, work: list[Work]) -> list[Work]:
         """Returns the work with what may follow, as far as there are pages for it."""
-        if self._config.optimization_level == "off":
+        if not self._config.drafts:
             return work
         drafted = self.speculation.draft(work)
         fits = [self.manager.extend(w.lease, w.lease.length + w.rows + len(w.draft)) for w in drafted]
@@ -273,20 +246,13 @@ class Stepper:
 
     def _sample(self, work: Sequences[Work], logits: torch.Tensor) -> list[Verified]:
         """Returns what comes next for each sequence that has no token missing, and what would behind its draft."""
-        rows: list[tuple[int, RowSpec]] = []
-        drawing: list[tuple[Sequence, tuple[int, ...]]] = []
-        at = 0
-        for sequence, _, _, draft in work:
-            if sequence.missing:
-                continue
-            for choice in self._choices(sequence):
-                drawing.append((choice, draft))
-                rows += zip(range(at, at + 1 + len(draft)), row_specs(choice, draft), strict=True)
-            at += 1 + len(draft)
+        groups = [(self._choices(w.sequence), w.draft) for w in work if not w.sequence.missing]
+        drawing = [(choice, draft) for choices, draft in groups for choice in choices]
+        rows, specs = rows_to_draw(groups)
         with torch.inference_mode():
-            if len(rows) > at:
-                logits = logits[[row for row, _ in rows]]
-            drawn = iter(draw(logits, [spec for _, spec in rows]))
+            if len(rows) > logits.shape[0]:
+                logits = logits[rows]
+            drawn = iter(draw(logits, specs))
         for sequence in {choice.order.arrival: choice for choice, _ in drawing if choice.width > 1}.values():
             self._seats.fork(sequence, self._choices(sequence)[1:])
             sequence.width = 1
@@ -359,17 +325,7 @@ class Stepper:
     def _complete_if_done(self, job: Job) -> None:
         if any(s.finish is None for s in job.sequences):
             return
-        usage = api.Usage(
-            prompt_tokens=len(job.prepared.prompt),
-            completion_tokens=sum(len(s.output) for s in job.sequences),
-            cached_tokens=job.cached.tokens,
-            cached_host_tokens=job.cached.host,
-            cached_disk_tokens=job.cached.disk,
-            drafted_tokens=sum(s.drafted for s in job.sequences),
-            accepted_tokens=sum(s.accepted for s in job.sequences),
-            forced_tokens=sum(s.forced for s in job.sequences),
-        )
-        job.answer.completed(usage)
+        job.answer.completed(job.usage)
         self.telemetry.count(names.REQUESTS_COMPLETED)
         self.request_seconds += SMOOTHING * (self._hooks.clock() - job.arrived - self.request_seconds)
         self._drop(job)

@@ -138,7 +138,7 @@ def summary(surface: Surface) -> Health:
         status=state,
         model=card.name if card is not None else None,
         draft=None,
-        speculation=False,
+        speculation=engine is not None and engine.drafts,
         cache="none" if surface.worker is None else "off" if level == "off" else "on",
         store=_store_word(surface),
         version=product_version(),

@@ -52,14 +52,16 @@ class MagnitudeEngine:
         kv_memory_mb: int = 2048,
         kv_host_mb: int = 0,
         kv_disk_mb: int = 2048,
+        speculation: bool = True,
     ) -> None:
-        """Sizes are those of the cache of keys and values, MiB; none of them changes an answer.
+        """Sizes are those of the cache of keys and values, MiB. Nothing here changes an answer.
 
         Args:
             kv_memory_mb: on the device; `warmup` allocates it.
             kv_host_mb: in host memory below a GPU; on a CPU the device's memory is that already.
             kv_disk_mb: in `kv/inprocess` of the data folder, where it stays for the next process; 0 writes nothing.
                 Where another engine uses that folder, this one goes on without it and logs a warning.
+            speculation: drafts tokens and verifies them, where that is measured to be faster.
         """
         if config is not None and not isinstance(config, AgentConfig):
             raise ConfigError(
@@ -67,7 +69,10 @@ class MagnitudeEngine:
                 f"not {type(config).__name__}",
                 param="config",
             )
+        if not isinstance(speculation, bool):
+            raise ConfigError(f"speculation must be True or False, not {speculation!r}", param="speculation")
         self._config = config or AgentConfig()
+        self._speculation = speculation
         self._memory = Memory(kv_memory_mb=kv_memory_mb, kv_host_mb=kv_host_mb, kv_disk_mb=kv_disk_mb)
         self._lock = threading.Lock()
         self._naming = threading.Lock()
@@ -333,7 +338,7 @@ class MagnitudeEngine:
         with self._lock:
             self._check_open()
             if self._engine is None:
-                self._engine = start_engine(self._config, self._memory, self._stopped.set)
+                self._engine = start_engine(self._config, self._memory, self._speculation, self._stopped.set)
                 self._registered.submit(self._engine)
             return self._engine
 

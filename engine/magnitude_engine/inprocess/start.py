@@ -58,7 +58,7 @@ def find_model(name: str, data_dir: Path) -> Path:
     )
 
 
-def engine_settings(config: AgentConfig, memory: Memory) -> EngineConfig:
+def engine_settings(config: AgentConfig, memory: Memory, speculation: bool) -> EngineConfig:
     """Returns the settings that `config` and the environment select.
 
     Raises:
@@ -71,6 +71,7 @@ def engine_settings(config: AgentConfig, memory: Memory) -> EngineConfig:
         model_path=str(find_model(name, data_dir)),
         model_name=name,
         optimization_level=config.optimization_level,
+        speculation=speculation,
         kv_memory_mb=memory.kv_memory_mb,
         kv_host_mb=memory.kv_host_mb if tiers else 0,
         kv_disk_mb=memory.kv_disk_mb if tiers else 0,
@@ -80,7 +81,7 @@ def engine_settings(config: AgentConfig, memory: Memory) -> EngineConfig:
     )
 
 
-def start_engine(config: AgentConfig, memory: Memory, on_fatal: Callable[[], None]) -> Engine:
+def start_engine(config: AgentConfig, memory: Memory, speculation: bool, on_fatal: Callable[[], None]) -> Engine:
     """Returns a running engine for `config`; `on_fatal` is called, on its thread, when it gives up.
 
     Raises:
@@ -91,7 +92,7 @@ def start_engine(config: AgentConfig, memory: Memory, on_fatal: Callable[[], Non
         raise ConfigError(
             "the in-process engine needs PyTorch, which is not installed: pip install 'magnitude-runtime[engine]'"
         )
-    settings = engine_settings(config, memory)
+    settings = engine_settings(config, memory, speculation)
     from magnitude_engine.model.loader import load_model
 
     terminal = sys.stderr.isatty()

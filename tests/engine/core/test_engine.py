@@ -310,7 +310,7 @@ def test_a_queue_of_none_still_uses_free_seats(model: LoadedModel) -> None:
 
 
 def test_a_smaller_batch_wanted_by_the_client(model: LoadedModel) -> None:
-    engine = small(model)
+    engine = small(model, speculation=False)
     shy = generate("x", preferences=api.Preferences(max_batch_size=1))
     seen: list[int] = []
     answers = run(
@@ -346,7 +346,7 @@ def test_what_a_broken_request_started_from_is_computed_anew_for_every_session(m
     def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
         return logits * math.nan if call == 14 else logits
 
-    engine = small(spoiled(model, spoil))
+    engine = small(spoiled(model, spoil), speculation=False)
     run(engine, generate(LONG, session="a"))
     (failed,) = run(engine, broken)
     assert failed.started.cached_tokens > 0
