@@ -9,18 +9,21 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.answer import Answer, Sink
 from magnitude_engine.build import open_cache
+from magnitude_engine.checked import CheckedSink
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, WorkerLost
 from magnitude_engine.inbox import Ahead, Hooks, Inbox, Job, JobKey, Question
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.predict import Predictor, Settled
-from magnitude_engine.request import RequestLimits, Sequence, prepare
+from magnitude_engine.request import PreparedRequest, RequestLimits, Sequence, prepare
 from magnitude_engine.scheduler import retry_after
 from magnitude_engine.stepper import Stepper
 
@@ -29,6 +32,8 @@ IDLE_CHECK_S = 1.0
 READING_CHECK_S = 0.1
 # A disk that takes no more is asked again.
 SAVING_CHECK_S = 0.25
+# Checks of finished answers, and grammars compiled ahead.
+ASIDE_THREADS = 2
 
 
 class Engine:
@@ -64,6 +69,8 @@ class Engine:
         self._stepper = Stepper(model.runner, tensors, cache, config, hooks)
         self._predictor = Predictor(model.prompts, context, self._settled)
         self._limits = RequestLimits(context, config.max_n)
+        self._checks: weakref.WeakValueDictionary[JobKey, CheckedSink] = weakref.WeakValueDictionary()
+        self._pool = ThreadPoolExecutor(ASIDE_THREADS, thread_name_prefix="magnitude-aside")
         self._arrivals = itertools.count()
         self._failures = 0
         self._thread: threading.Thread | None = None
@@ -75,6 +82,7 @@ class Engine:
         try:
             self._check_room()
             prepared = prepare(generate, self._model, self._limits)
+            answer = Answer(generate, self._checked(prepared, sink))
             arrival = next(self._arrivals)
             sequences = tuple(Sequence(prepared, choice, arrival, self._model) for choice in range(generate.n))
             self._inbox.put(Job(prepared, answer, sequences, self._clock()))
@@ -86,6 +94,9 @@ class Engine:
 
     def cancel(self, request: str, epoch: int) -> None:
         """Stops a request within one step; nothing more is sent for it. Unknown requests are ignored."""
+        checked = self._checks.get(JobKey(request, epoch))
+        if checked is not None:
+            checked.stop()
         self._inbox.cancel(JobKey(request, epoch))
 
     def tool_event(self, event: api.ToolEvent) -> None:
@@ -93,7 +104,11 @@ class Engine:
         self._predictor.tool_event(event)
 
     def register(self, register: api.Register, done: Callable[[], None] = lambda: None) -> None:
-        """Has what every prompt with these tools begins with computed ahead; `done` is called when that has ended."""
+        """Has what every prompt with these tools begins with computed ahead; `done` is called when that has ended.
+
+        The grammar of their calls is compiled meanwhile.
+        """
+        self._pool.submit(self._compile_ahead, register)
         self._predictor.register(register, done)
 
     def end_session(self, end: api.EndSession) -> None:
@@ -137,6 +152,8 @@ class Engine:
         self._take_mail()
         self._stepper.fail_all(WorkerLost("the worker stopped before the answer was complete; send the request again"))
         self._stepper.close()
+        self._pool.shutdown(wait=True)
+        self._model.close()
 
     def step(self) -> bool:
         """Takes in what was asked and runs one step; False when there was nothing to compute."""
@@ -159,6 +176,28 @@ class Engine:
             IntegrityError: they are wrong.
         """
         self._stepper.manager.check_integrity()
+
+    def _checked(self, prepared: PreparedRequest, sink: Sink) -> Sink:
+        """Returns the sink, behind the checks that the request's grammar leaves open."""
+        check = prepared.grammar.check if prepared.grammar is not None else None
+        if check is None:
+            return sink
+        generate = prepared.generate
+        key = JobKey(generate.request, generate.epoch)
+
+        def stop() -> None:
+            self._inbox.cancel(key)
+
+        checked = CheckedSink(generate, check, self._model.constraints.check, self._pool, sink, stop)
+        self._checks[key] = checked
+        return checked
+
+    def _compile_ahead(self, register: api.Register) -> None:
+        try:
+            self._model.constraints.prepare(register.tools)
+        except MagnitudeError as error:
+            # Whoever sends a request with these tools is told.
+            names.worker_log.info("registered tools have no grammar: %s", error)
 
     def _take_mail(self) -> None:
         for item in self._inbox.take():

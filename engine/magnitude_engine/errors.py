@@ -15,6 +15,7 @@ MagnitudeError
 │   ├── Overloaded           the queue is full (HTTP 429 with Retry-After)
 │   ├── NumericFailure       the model produced non-finite numbers for this request
 │   ├── GrammarFailure       a grammar was broken, or became too complex while it was followed
+│   ├── AnswerInvalid        the finished answer breaks what no grammar enforces of its schema; names it
 │   └── WorkerLost           the worker ended or stopped answering
 └── ClientError              raised by MagnitudeClient
     ├── ConnectionFailed     the endpoint cannot be reached
@@ -128,6 +129,12 @@ class GrammarFailure(EngineError):
     """A token that the grammar forbids was to be accepted, or following the grammar went over its limits."""
 
     code = "grammar_failure"
+
+
+class AnswerInvalid(EngineError):
+    """The finished answer breaks a keyword of its schema that no grammar enforces, or could not be checked."""
+
+    code = "answer_invalid"
 
 
 class WorkerLost(EngineError):

@@ -62,6 +62,21 @@ class PreparedRequest:
         """The conversation, where the input is one."""
         return self.generate.input if isinstance(self.generate.input, api.ChatInput) else None
 
+    @property
+    def calls_only(self) -> bool:
+        """Whether the answer is tool calls without any text."""
+        return self.parses_tools and self.chat is not None and self.chat.tool_choice.mode in ("required", "named")
+
+    @property
+    def open_tools(self) -> frozenset[str]:
+        """The tools whose calls may be shown as they are written, since the grammar enforces all of them."""
+        # A stop string may cut a call off, and a part of a call is no call.
+        cut = bool(self.generate.stop) and not self.calls_only
+        if self.chat is None or self.grammar is None or cut or not self.generate.partial_calls:
+            return frozenset()
+        check = self.grammar.check
+        return frozenset(t.name for t in self.chat.tools if check is None or check.rule(t.name) is None)
+
     def cache_key(self, choice: int) -> CacheKey:
         """Returns whose the tokens of a choice are."""
         return CacheKey(self.generate.tenant, self.generate.session, self.generate.branch, choice)
@@ -84,11 +99,12 @@ class Emission(NamedTuple):
 
 
 def prepare(generate: api.Generate, model: LoadedModel, limits: RequestLimits) -> PreparedRequest:
-    """Returns the request tokenised and checked. Thread-safe.
+    """Returns the request tokenised, checked and with its grammar. Thread-safe; blocks while that is compiled.
 
     Raises:
         ContextTooLong: prompt and output do not fit; the message has both numbers.
         FeatureUnsupported: a field that this engine does not serve.
+        Overloaded: too many other new grammars are waiting.
         RequestError: a value out of bounds; `param` names the field.
     """
     source = generate.input
@@ -106,6 +122,7 @@ def prepare(generate: api.Generate, model: LoadedModel, limits: RequestLimits) -
         limit=_output_limit(generate, len(prompt), limits.context),
         echo=_echo(generate, model.tokenizer),
         parses_tools=chat is not None and bool(chat.tools) and chat.tool_choice.mode != "none",
+        grammar=model.constraints.grammar(generate),
     )
 
 
@@ -136,11 +153,6 @@ def _check_fields(generate: api.Generate, limits: RequestLimits) -> None:
     batch = generate.preferences.max_batch_size
     if batch is not None and batch < 1:
         raise RequestError(f"max_batch_size must be at least 1, not {batch}", param="max_batch_size")
-    mode = generate.input.tool_choice.mode if isinstance(generate.input, api.ChatInput) else "auto"
-    if mode in ("required", "named"):
-        raise FeatureUnsupported(
-            f"tool_choice {mode!r} cannot be enforced by the local model; use 'auto' or 'none'", param="tool_choice"
-        )
 
 
 def _output_limit(generate: api.Generate, prompt: int, context: int) -> int:
@@ -194,7 +206,8 @@ class Sequence:
         self.width = 1
         self.finish: Finish | None = None
         self._tokenizer = model.tokenizer
-        self._text = TextStream(model.tokenizer.token_bytes, generate.stop)
+        # Stop strings end text: where there is none, nothing of a call is taken for one.
+        self._text = TextStream(model.tokenizer.token_bytes, () if prepared.calls_only else generate.stop)
         self._tools = _tool_parser(prepared, choice, model)
         self._logprobs: deque[api.TokenLogprob] = deque()
         resume = next((r for r in generate.resume if r.choice == choice), api.Resume(choice=choice))
@@ -300,7 +313,10 @@ class Sequence:
             text, calls = self._tools.finish()
             self._keep(text, calls)
             shown = shown._replace(text=shown.text + self._visible(text), tool_calls=shown.tool_calls + calls)
-            if self._tools.called and finish.reason == "stop":
+            # As OpenAI has it, an answer that had to be a call of one named tool ends with "stop".
+            chat = self.prepared.chat
+            named = chat is not None and chat.tool_choice.mode == "named"
+            if self._tools.called and finish.reason == "stop" and not named:
                 finish = finish._replace(reason="tool_calls")
         self.finish = finish
         return shown
@@ -341,4 +357,4 @@ def _tool_parser(prepared: PreparedRequest, choice: int, model: LoadedModel) -> 
         # Derived, not drawn, so that a resumed request gives the same call the same id.
         return "call_" + hashlib.sha256(f"{request}:{choice}:{index}".encode()).hexdigest()[:24]
 
-    return ToolCallParser(model.prompts.tool_format, chat.tools, call_id)
+    return ToolCallParser(model.prompts.tool_format, chat.tools, call_id, prepared.open_tools)

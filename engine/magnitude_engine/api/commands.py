@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from magnitude_engine.api.conversation import Frozen, Input, Tool
+from magnitude_engine.api.conversation import Format, Frozen, Input, Tool
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Sampling(Frozen, frozen=True, kw_only=True):
@@ -58,6 +58,9 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
         step: the session's step this request is, from 0.
         seed: chosen by the proxy when the client sent none, so that a resumed answer is the same answer.
         logprobs: None for none, else how many alternatives per position (0: the chosen token only).
+        format: what the answer must look like; None for anything.
+        partial_calls: tool calls are given as they are written, where nothing of them is left to be checked;
+            otherwise each as a whole.
     """
 
     request: str
@@ -75,6 +78,8 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     echo: bool = False
+    format: Format | None = None
+    partial_calls: bool = False
     priority: int = 0
     preferences: Preferences = Preferences()
     resume: tuple[Resume, ...] = ()

@@ -70,3 +70,35 @@ class TokenInput(Frozen, tag="tokens", frozen=True, kw_only=True):
 
 
 Input = ChatInput | TextInput | TokenInput
+
+
+class JsonObjectFormat(Frozen, tag="json_object", frozen=True, kw_only=True):
+    """Any JSON object. `param`, here and below, is the field that the client asked with."""
+
+    param: str = "response_format"
+
+
+class JsonSchemaFormat(Frozen, tag="json_schema", frozen=True, kw_only=True):
+    """JSON that a JSON Schema (an object or a boolean) accepts; it is enforced whether `strict` is set or not."""
+
+    schema: Any
+    strict: bool = False
+    name: str = ""
+    param: str = "response_format.json_schema.schema"
+
+
+class RegexFormat(Frozen, tag="regex", frozen=True, kw_only=True):
+    """Text that a regular expression (Rust's syntax, without look-around) matches as a whole."""
+
+    pattern: str
+    param: str = "guided_regex"
+
+
+class LarkFormat(Frozen, tag="lark", frozen=True, kw_only=True):
+    """Text that a Lark grammar derives from its rule `start`."""
+
+    source: str
+    param: str = "guided_grammar"
+
+
+Format = JsonObjectFormat | JsonSchemaFormat | RegexFormat | LarkFormat

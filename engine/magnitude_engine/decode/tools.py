@@ -6,10 +6,14 @@ A block is a call when it is one complete JSON object with a declared tool's `na
 `arguments`, followed by the end marker or the end of the output. The arguments are handed on as the model's own
 text. Every other block, markers included, is ordinary text. White space between a call and the next one, or the
 end, belongs to the format and is dropped. How the text is cut into pieces changes nothing.
+
+Calls of tools whose every call a grammar makes valid (`open_tools`) are shown as they are written: id and name as
+soon as the arguments begin, then the arguments' text as it comes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +24,8 @@ import msgspec
 from magnitude_engine import api
 
 _WHITE = " \t\n\r"
+# A call up to its arguments, in the form that grammars give it.
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,14 @@ class _BlockScanner:
         return _Block.OPEN
 
 
+@dataclass(slots=True)
+class _Open:
+    """A call that is shown while it is written; its arguments up to `at` in the pending text were given."""
+
+    index: int
+    at: int
+
+
 class ToolCallParser:
     """The tool calls of one choice.
 
@@ -91,27 +105,34 @@ class ToolCallParser:
         format: how the model writes calls.
         tools: the declared tools.
         ids: returns the id of the choice's n-th call, from 0.
-
-    Attributes:
-        called: whether a call was recognised.
+        open_tools: names of tools whose calls are shown as they are written; what begins as one must become one.
     """
 
-    def __init__(self, format: ToolFormat, tools: Iterable[api.Tool], ids: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        format: ToolFormat,
+        tools: Iterable[api.Tool],
+        ids: Callable[[int], str],
+        open_tools: frozenset[str] = frozenset(),
+    ) -> None:
         self._format = format
+        self._open_tools = open_tools
+        self._open: _Open | None = None
         self._names = frozenset(tool.name for tool in tools)
         self._ids = ids
         self._pending = ""
         self._block: _BlockScanner | None = None
         self._after_call = False
         self._count = 0
+        self._complete = 0
 
     @property
     def called(self) -> bool:
-        """Whether a call was recognised."""
-        return self._count > 0
+        """Whether a call was recognised and is complete."""
+        return self._complete > 0
 
     def push(self, text: str) -> tuple[str, tuple[api.ToolCallDelta, ...]]:
-        """Takes more text; returns what of it is certainly plain, and the calls that it completed."""
+        """Takes more text; returns what of it is certainly plain, and the calls that it completed or went on with."""
         return self._read(text, final=False)
 
     def finish(self) -> tuple[str, tuple[api.ToolCallDelta, ...]]:
@@ -128,18 +149,43 @@ class ToolCallParser:
                 if self._block is None:
                     return "".join(plain), tuple(calls)
             self._block.push(self._pending)
+            calls += self._written(self._block)
             end = self._block_end(self._block, final)
             if end is None:
                 return "".join(plain), tuple(calls)
-            call = self._call(self._pending[self._block.start : self._block.end]) if end else None
+            call = None
+            if end and self._open is None:
+                call = self._call(self._pending[self._block.start : self._block.end])
             self._block = None
-            if call is not None:
-                calls.append(call)
-                self._pending = self._pending[end:]
+            if call is not None or self._open is not None:
+                calls += (call,) if call is not None else ()
+                self._complete += end > 0
+                # A call that was shown and then cut off is nothing else any more.
+                self._pending = self._pending[end:] if end else ""
+                self._open = None
                 self._after_call = True
             else:
                 # The marker itself is plain, and another block may begin right after it.
                 plain.append(self._plain(len(self._format.begin)))
+
+    def _written(self, block: _BlockScanner) -> tuple[api.ToolCallDelta, ...]:
+        """Returns what is new of a call that is shown while it is written."""
+        pieces: list[api.ToolCallDelta] = []
+        if self._open is None:
+            head = _HEAD.match(self._pending, block.start) if self._open_tools else None
+            name = msgspec.json.decode(head[1], type=str) if head is not None else ""
+            if head is None or name not in self._open_tools:
+                return ()
+            self._open = _Open(self._count, head.end())
+            self._count += 1
+            pieces.append(api.ToolCallDelta(index=self._open.index, id=self._ids(self._open.index), name=name))
+        # The last brace closes the call; white space in front of it is not the arguments' own.
+        limit = block.end - (block.state is not _Block.OPEN)
+        text = self._pending[self._open.at : limit].rstrip(_WHITE)
+        if text:
+            self._open.at += len(text)
+            pieces.append(api.ToolCallDelta(index=self._open.index, arguments=text))
+        return tuple(pieces)
 
     def _outside(self, final: bool) -> str:
         """Takes plain text up to the next begin marker, or to an end that may become one, and returns it."""

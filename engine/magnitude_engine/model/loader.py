@@ -12,6 +12,7 @@ import torch
 
 from magnitude_engine import api
 from magnitude_engine.config import EngineConfig, Profile
+from magnitude_engine.decode.constrain import Constraints
 from magnitude_engine.errors import ConfigError, ModelDoesNotFit, ModelNotFound, ModelUnsupported
 from magnitude_engine.model import tokenizer as tokenizers
 from magnitude_engine.model.gguf import GgufFile
@@ -34,6 +35,11 @@ class LoadedModel(NamedTuple):
     tokenizer: Tokenizer
     prompts: PromptEncoder
     card: api.ModelCard
+    constraints: Constraints
+
+    def close(self) -> None:
+        """Ends the processes that serve it."""
+        self.constraints.close()
 
 
 class Source(NamedTuple):
@@ -96,7 +102,9 @@ def assemble(config: EngineConfig, source: Source, place: Placement, progress: C
     )
     runner = build_runner(decoder, place.profile, place.context, place.device, config.max_batch_size)
     worker_log.info("model %s, profile %s on %s: %s", card.name, card.profile, place.device.type, runner.lanes)
-    return LoadedModel(runner, source.tokenizer, PromptEncoder(source.tokenizer, template), card)
+    prompts = PromptEncoder(source.tokenizer, template)
+    constraints = Constraints(source.tokenizer, c.vocab, prompts.tool_format)
+    return LoadedModel(runner, source.tokenizer, prompts, card, constraints)
 
 
 def parameter_count(config: LlamaConfig) -> int:

@@ -20,5 +20,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(one_thread: None) -> LoadedModel:
-    return tiny_model()
+def model(one_thread: None) -> Iterator[LoadedModel]:
+    model = tiny_model()
+    yield model
+    model.close()
