@@ -16,7 +16,6 @@ Single-threaded: whoever calls `step` calls everything here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from itertools import islice
 

@@ -8,7 +8,7 @@ accepted with the probability that its proposer states:
 The likeliest tokens come first; a token's probability includes those of all before it in its draft, so that no order
 can break a draft. Zero is always a choice. Two guards keep a promise that does not hold from costing anything: stated
 probabilities are corrected by what was accepted, and where steps with drafts give less than steps without would have,
-drafting stops and is tried again after a pause that doubles.
+drafting stops. Either way it is tried again after a pause that doubles, so that what has become true is noticed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ SMOOTHING = 0.1
 ENOUGH = 24
 FIRST_PAUSE = 32
 LONGEST_PAUSE = 2048
+# Tokens that are verified to see whether promises hold again.
+TRIAL = 2
 
 
 class StepCosts:
@@ -82,6 +84,8 @@ class Controller:
         self._seen = 0
         self._paused = 0
         self._pause = FIRST_PAUSE
+        self._held = 0
+        self._trying = False
 
     def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
         """Returns how many tokens of each draft are verified.
@@ -91,29 +95,28 @@ class Controller:
                 with all before it; they never rise.
             base: rows of the step without drafts.
         """
-        none = [0] * len(drafts)
+        chosen = [0] * len(drafts)
+        self._trying = False
         if self._paused > 0:
             self._paused -= 1
-            return none
+            return chosen
+        ranked = sorted(((p, at) for at, draft in enumerate(drafts) for p in draft), key=lambda each: -each[0])
+        stated = [p for p, _ in ranked]
         correction = self._rate.correction
-        ranked = sorted(
-            ((p * correction, at) for at, draft in enumerate(drafts) for p in draft), key=lambda each: -each[0]
-        )
-        best, best_rate = 0, WORTH * len(drafts) / self.costs.of(base)
-        expected = float(len(drafts))
-        for count, (probability, _) in enumerate(ranked, 1):
-            expected += probability
-            rate = expected / self.costs.of(base + count)
-            if rate > best_rate:
-                best, best_rate = count, rate
+        best = self._best([p * correction for p in stated], len(drafts), base)
+        if not best and correction < 1:
+            best = self._trial(self._best(stated, len(drafts), base))
         for _, at in ranked[:best]:
-            none[at] += 1
-        return none
+            chosen[at] += 1
+        return chosen
 
     def observe(self, outcome: Outcome) -> None:
         """Takes in what a step gave."""
         self.costs.note(outcome.rows + outcome.drafted, outcome.seconds)
         if not outcome.drafted:
+            return
+        if self._trying:
+            self._judge(outcome)
             return
         self._rate.note(outcome.promised, outcome.accepted)
         plain = outcome.sequences / self.costs.of(outcome.rows)
@@ -125,6 +128,33 @@ class Controller:
             self._gain, self._seen = 1.0, 0
         elif self._seen % ENOUGH == 0:
             self._pause = max(FIRST_PAUSE, self._pause // 2)
+
+    def _best(self, probabilities: Sequence[float], sequences: int, base: int) -> int:
+        """Returns how many of the likeliest tokens give the most per second; 0 where it is not worth the change."""
+        best, best_rate = 0, WORTH * sequences / self.costs.of(base)
+        expected = float(sequences)
+        for count, probability in enumerate(probabilities, 1):
+            expected += probability
+            rate = expected / self.costs.of(base + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def _trial(self, stated: int) -> int:
+        """Returns how many tokens are tried, where `stated` of them would be if promises held: mostly none."""
+        self._held += stated > 0
+        if self._held < self._pause:
+            return 0
+        self._held = 0
+        self._trying = True
+        return min(stated, TRIAL)
+
+    def _judge(self, outcome: Outcome) -> None:
+        """Begins anew after a trial that kept its promise, and waits longer for the next after one that did not."""
+        if 2 * outcome.accepted >= outcome.promised:
+            self._rate, self._pause = _Rate(), FIRST_PAUSE
+        else:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
 @dataclass(frozen=True, slots=True)
