@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -100,8 +101,13 @@ async def test_the_async_twins_answer_at_the_same_time(engine: MagnitudeEngine) 
         ({"temperature": -1.0}, RequestError),
         ({"tools": [{"type": "function"}]}, RequestError),
         ({"tools": [TOOL, TOOL]}, RequestError),
-        ({"response_format": {"type": "json_object"}}, FeatureUnsupported),
-        ({"tools": [TOOL], "tool_choice": "required"}, FeatureUnsupported),
+        ({"response_format": {"type": "words"}}, RequestError),
+        ({"response_format": {"type": "json_schema"}}, RequestError),
+        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, FeatureUnsupported),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, RequestError),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, RequestError),
+        ({"tool_choice": "required"}, RequestError),
+        ({"extra_body": {"top_k": 4}}, FeatureUnsupported),
         ({"stop_sequences": [""]}, RequestError),
     ],
 )
@@ -113,6 +119,22 @@ def test_what_cannot_be_asked_is_named(
     with pytest.raises(RequestError, match="messages"):
         engine.chat([{"role": "nobody", "content": "hi"}])
     assert engine.generate(prompt="hi", **GREEDY)["finish_reason"]
+
+
+def test_calls_and_json_are_as_asked_for(engine: MagnitudeEngine) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    many: dict[str, Any] = {"temperature": 0.0, "max_tokens": 200, "tools": [tool]}
+    for choice, finish in (("required", "tool_calls"), ({"type": "function", "function": {"name": "look"}}, "stop")):
+        called = engine.generate(prompt="hi", tool_choice=choice, **many)
+        assert json.loads(called["tool_calls"][0]["function"]["arguments"])["n"] in (1, 2)
+        assert called["usage"]["magnitude"]["forced_tokens"] > 0
+        assert called["finish_reason"] in (finish, "length")
+        # A call that the limit cuts off is text, as the model wrote it.
+        assert called["finish_reason"] == "length" or called["text"] == ""
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    told = engine.generate(prompt="hi", response_format=wanted, temperature=0.0, max_tokens=200)
+    assert json.loads(told["text"])["n"] in (1, 2)
 
 
 def test_one_stop_text_needs_no_list(engine: MagnitudeEngine) -> None:

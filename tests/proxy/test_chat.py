@@ -273,14 +273,14 @@ async def test_model_names_decide_who_may_answer(tmp_path: Path) -> None:
 
 
 async def test_what_the_worker_cannot_do_goes_upstream_or_is_a_400(tmp_path: Path) -> None:
-    wish = {**LOCAL_ASK, "response_format": {"type": "json_object"}}
+    wish = {**LOCAL_ASK, "modalities": ["text", "audio"]}
     local, remote = ScriptedRoute("local", [answer("local")]), ScriptedRoute("u0", [answer("remote")])
     async with routing(two_routes(tmp_path), local, remote) as proxy:
         assert (await proxy.post("/chat/completions", wish)).header("x-magnitude-route") == "upstream:u0"
     alone = proxy_config(tmp_path, worker=WorkerConfig(mode="attach", socket="unused"))
     async with routing(alone, local) as proxy:
         reply = await proxy.post("/chat/completions", wish)
-        assert (reply.status, reply.error["param"]) == (400, "response_format")
+        assert (reply.status, reply.error["param"]) == (400, "modalities")
         assert reply.error["code"] == "unsupported_feature"
     assert local.seen == []
 

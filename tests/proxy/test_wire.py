@@ -89,6 +89,14 @@ def refused(**fields: Any) -> BadRequest:
             "tool_choice.function.name",
         ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "3"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
         ({"magnitude": {"session": ""}}, "magnitude.session"),
         ({"magnitude": {"config": {"max_batch_size": 0}}}, "magnitude.config.max_batch_size"),
         ({"magnitude": {"config": {"wishes": 3}}}, "magnitude.config.wishes"),
@@ -244,9 +252,8 @@ def test_a_request_without_a_seed_gets_the_given_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "get"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -268,6 +275,49 @@ def test_harmless_forms_of_unsupported_fields_are_served() -> None:
     asked = chat(response_format={"type": "text"}, modalities=["text"], tools=[TOOL], tool_choice="auto", stop=[])
     assert asked.refusal is None
     assert asked.generate.stop == ()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, api.JsonObjectFormat()),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            api.JsonSchemaFormat(schema=SCHEMA, strict=True, name="n"),
+        ),
+        ({"guided_json": SCHEMA}, api.JsonSchemaFormat(schema=SCHEMA, param="guided_json")),
+        ({"guided_json": json.dumps(SCHEMA)}, api.JsonSchemaFormat(schema=SCHEMA, param="guided_json")),
+        ({"guided_regex": "a+"}, api.RegexFormat(pattern="a+")),
+        ({"guided_choice": ["a.b", "c-d"]}, api.RegexFormat(pattern=r"a\.b|c\-d", param="guided_choice")),
+        ({"guided_grammar": "start: 'a'"}, api.LarkFormat(source="start: 'a'")),
+        ({"structured_outputs": {"json_object": True}}, api.JsonObjectFormat(param="structured_outputs.json_object")),
+        (
+            {"structured_outputs": {"json": SCHEMA}},
+            api.JsonSchemaFormat(schema=SCHEMA, param="structured_outputs.json"),
+        ),
+    ],
+)
+def test_the_form_of_the_answer_in_openais_and_vllms_fields(fields: dict[str, Any], form: api.Format) -> None:
+    asked = chat(**fields)
+    assert (asked.generate.format, asked.refusal, asked.ignored) == (form, None, ())
+
+
+def test_tool_calls_come_in_pieces_only_in_streams() -> None:
+    assert [chat(stream=stream).generate.partial_calls for stream in (True, False)] == [True, False]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get"}}])
+def test_forced_tool_calls_are_the_workers_to_serve(choice: object) -> None:
+    asked = chat(tools=[TOOL], tool_choice=choice)
+    assert asked.refusal is None
 
 
 @pytest.mark.parametrize(

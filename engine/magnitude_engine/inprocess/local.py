@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,26 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Choice(msgspec.Struct):
+    type: Literal["function"]
+    function: _Named
+
+
+class _Schema(msgspec.Struct):
+    schema: dict[str, Any] | bool
+    name: str = ""
+    strict: bool | None = None
+
+
+class _Format(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+
 class _Message(msgspec.Struct):
     role: api.Role
     content: str | None = None
@@ -49,9 +69,8 @@ def to_generate(ask: Ask, request: str, session: str, branch: str, seed: int) ->
         FeatureUnsupported: an option that the engine does not serve.
     """
     options = ask.options
-    for name, value in (("response_format", options.response_format), ("extra_body", options.extra_body)):
-        if value:
-            raise FeatureUnsupported(f"{name} is not served in process; leave it out", param=name)
+    if options.extra_body:
+        raise FeatureUnsupported("extra_body is not served in process; leave it out", param="extra_body")
     stop = options.stop_sequences or ()
     logprobs = options.logprobs
     return api.Generate(
@@ -68,6 +87,7 @@ def to_generate(ask: Ask, request: str, session: str, branch: str, seed: int) ->
         ),
         max_tokens=options.max_tokens,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        format=_format(options.response_format),
         logprobs=None if logprobs is None or logprobs is False else 0 if logprobs is True else logprobs,
     )
 
@@ -76,9 +96,6 @@ def _input(ask: Ask) -> api.Input:
     if ask.messages is None:
         return api.TextInput(text=ask.prompt)
     messages = _convert("messages", ask.messages, list[_Message])
-    choice = ask.options.tool_choice or "auto"
-    if choice not in ("auto", "none"):
-        raise FeatureUnsupported("tool_choice is 'auto' or 'none' in process", param="tool_choice")
     return api.ChatInput(
         messages=tuple(
             api.Message(
@@ -94,8 +111,39 @@ def _input(ask: Ask) -> api.Input:
             for message in messages
         ),
         tools=read_tools(ask.options.tools or ()),
-        tool_choice=api.ToolChoice(mode="none" if choice == "none" else "auto"),
+        tool_choice=_choice(ask.options.tool_choice),
     )
+
+
+def _choice(given: str | Mapping[str, Any] | None) -> api.ToolChoice:
+    if given is None or given == "auto":
+        return api.ToolChoice()
+    if given == "none":
+        return api.ToolChoice(mode="none")
+    if given == "required":
+        return api.ToolChoice(mode="required")
+    if isinstance(given, str):
+        raise RequestError(
+            f"tool_choice must be 'auto', 'none', 'required' or name a function, not {given[:32]!r}",
+            param="tool_choice",
+        )
+    return api.ToolChoice(mode="named", name=_convert("tool_choice", given, _Choice).function.name)
+
+
+def _format(given: Mapping[str, Any] | None) -> api.Format | None:
+    if given is None:
+        return None
+    wanted = _convert("response_format", given, _Format)
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return api.JsonObjectFormat()
+    if wanted.json_schema is None:
+        raise RequestError(
+            "response_format.json_schema is missing; type json_schema needs it", param="response_format.json_schema"
+        )
+    described = wanted.json_schema
+    return api.JsonSchemaFormat(schema=described.schema, strict=bool(described.strict), name=described.name)
 
 
 def read_tools(given: Iterable[Mapping[str, Any]]) -> tuple[api.Tool, ...]:
@@ -120,10 +168,11 @@ def read_tools(given: Iterable[Mapping[str, Any]]) -> tuple[api.Tool, ...]:
 
 def _convert(param: str, value: Any, shape: type[_T]) -> _T:
     try:
-        return msgspec.convert([dict(item) for item in value], type=shape)
+        plain = dict(value) if isinstance(value, Mapping) else [dict(item) for item in value]
+        return msgspec.convert(plain, type=shape)
     except (msgspec.ValidationError, TypeError, ValueError) as problem:
         where = str(problem).replace("`$", f"`{param}")
-        raise RequestError(f"{param} do not have OpenAI's form: {where}", param=param) from problem
+        raise RequestError(f"{param}: not in OpenAI's form: {where}", param=param) from problem
 
 
 class EventCollector:

@@ -18,6 +18,7 @@ from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.identity import IdentityHints
 from magnitude_proxy.routing.route import Kind
 from magnitude_proxy.wire.conversation import read_choice, read_messages, read_tools
+from magnitude_proxy.wire.form import read_format
 from magnitude_proxy.wire.requests import (
     MAX_PROMPTS,
     ChatRequest,
@@ -85,7 +86,7 @@ def read_chat(raw: bytes, seed: int) -> Asked:
         hints=_hints(asked, given),
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         predicted=asked.prediction is not None,
-        refusal=_refusal(_chat_refusals(asked, given.tool_choice)),
+        refusal=_refusal(_chat_refusals(asked)),
         ignored=ignored_fields(body, ChatRequest),
     )
 
@@ -162,6 +163,8 @@ def _generate(asked: Common, max_tokens: int | None, logprobs: int | None, seed:
         max_tokens=max_tokens,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         ignore_eos=bool(asked.ignore_eos),
+        format=read_format(asked),
+        partial_calls=bool(asked.stream),
         logprobs=logprobs,
         preferences=_preferences((asked.magnitude or MagnitudeOptions()).config),
     )
@@ -222,12 +225,17 @@ def _refusal(reasons: Iterator[tuple[str, str]]) -> api.Failed | None:
     return None
 
 
-def _chat_refusals(asked: ChatRequest, choice: api.ToolChoice) -> Iterator[tuple[str, str]]:
+def _form_refusals(asked: Common) -> Iterator[tuple[str, str]]:
+    for name in ("structural_tag", "whitespace_pattern"):
+        if getattr(asked.structured_outputs, name, None) is not None:
+            yield f"structured_outputs.{name}", "the local worker does not serve it"
+
+
+def _chat_refusals(asked: ChatRequest) -> Iterator[tuple[str, str]]:
     """Yields what the worker cannot do, field by field."""
-    if asked.response_format is not None and asked.response_format.type != "text":
-        yield "response_format", f"the local worker does not serve type {asked.response_format.type}"
-    if choice.mode in ("required", "named"):
-        yield "tool_choice", "the local worker serves none and auto only"
+    yield from _form_refusals(asked)
+    if isinstance(asked.tool_choice, dict) and asked.tool_choice.get("type") != "function":
+        yield "tool_choice", "the local worker serves none, auto, required and a named function only"
     if any(tool.type != "function" for tool in asked.tools or ()):
         yield "tools", "the local worker serves function tools only"
     if asked.modalities and asked.modalities != ["text"]:
@@ -249,6 +257,7 @@ def _chat_refusals(asked: ChatRequest, choice: api.ToolChoice) -> Iterator[tuple
 
 def _completion_refusals(asked: CompletionRequest) -> Iterator[tuple[str, str]]:
     """Yields what the worker cannot do, field by field."""
+    yield from _form_refusals(asked)
     if asked.suffix:
         yield "suffix", "the local worker does not fill in the middle"
     if asked.best_of is not None and asked.best_of != (asked.n or 1):

@@ -100,11 +100,32 @@ class StreamOptions(Wire, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class SchemaFormat(Wire, frozen=True, kw_only=True):
+    """The schema that an answer must satisfy."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Wire, frozen=True, kw_only=True):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(Wire, frozen=True, kw_only=True):
+    """The form of the answer as vLLM has it; at most one is set."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
 
 
 class MagnitudeOptions(Wire, frozen=True, kw_only=True):
@@ -135,6 +156,12 @@ class Common(Wire, frozen=True, kw_only=True):
     seed: Seed | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -151,7 +178,6 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tools: Annotated[list[WireTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     max_completion_tokens: TokenLimit | None = None
