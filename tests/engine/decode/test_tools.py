@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -148,3 +149,65 @@ def test_a_call_is_given_with_the_piece_that_completes_it() -> None:
         "arguments": '{"query": "tea"}',
     }
     assert steps[2][0] == " done"
+
+
+STREAMED = '<tool_call>\n{"name": "search", "arguments": {"query": "}\\" {tea }", "n": [1, {}]}}\n</tool_call>'
+EMPTY = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+
+
+class Shown(NamedTuple):
+    """What a client puts together from the pieces of calls."""
+
+    text: str
+    calls: list[tuple[str, str]]
+    deltas: list[api.ToolCallDelta]
+    called: bool
+
+
+def stream(pieces: list[str], *open_tools: str) -> Shown:
+    parser = ToolCallParser(HERMES, TOOLS, lambda index: f"call_{index}", frozenset(open_tools))
+    steps = [*(parser.push(p) for p in pieces), parser.finish()]
+    deltas = [delta for _, calls in steps for delta in calls]
+    calls: dict[int, tuple[str, str]] = {}
+    for delta in deltas:
+        # Id and name come once, with the first piece.
+        assert (delta.id is None) == (delta.index in calls) == (delta.name is None)
+        assert delta.id in (None, f"call_{delta.index}")
+        name, arguments = calls.get(delta.index, (delta.name or "", ""))
+        calls[delta.index] = (name, arguments + delta.arguments)
+    assert list(calls) == list(range(len(calls)))
+    return Shown("".join(text for text, _ in steps), list(calls.values()), deltas, parser.called)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.sampled_from([STREAMED, EMPTY]), max_size=3), st.sampled_from(["", "Well, "]), st.data())
+def test_calls_in_pieces_are_the_same_at_any_cut(blocks: list[str], lead: str, data: st.DataObject) -> None:
+    text = lead + "\n".join(blocks)
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
+    plain, calls, _ = read([text])
+    for open_tools in (("search", "add"), ("add",), ()):
+        shown = stream(pieces, *open_tools)
+        assert (shown.text, shown.calls, shown.called) == (plain, calls, bool(blocks))
+
+
+def test_every_character_of_an_open_call_is_shown_at_once() -> None:
+    shown = stream(list(STREAMED + "\n" + EMPTY), "search")
+    first = [delta.arguments for delta in shown.deltas if delta.index == 0]
+    assert first[0] == ""
+    assert max(map(len, first)) <= 2
+    # The other tool's calls come as a whole.
+    assert [delta.arguments for delta in shown.deltas if delta.index == 1] == ["{}"]
+
+
+@pytest.mark.parametrize("length", range(len(STREAMED)))
+def test_an_open_call_that_is_cut_off_is_no_call_and_no_text(length: int) -> None:
+    shown = stream([STREAMED[:length]], "search")
+    arguments = STREAMED.partition('"arguments": ')[2].removesuffix("}\n</tool_call>")
+    complete = length > STREAMED.index("\n</tool_call>") - 1
+    assert shown.called == complete
+    if shown.calls:
+        assert shown.text == ""
+        assert arguments.startswith(shown.calls[0][1])
+    else:
+        assert shown.text == STREAMED[:length]
