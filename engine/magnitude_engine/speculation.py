@@ -16,7 +16,7 @@ from typing import Protocol
 
 from magnitude_engine.draft.controller import Outcome
 from magnitude_engine.draft.corpus import RunCorpus
-from magnitude_engine.draft.proposer import SuffixProposer
+from magnitude_engine.draft.proposer import Proposer, SuffixProposer
 from magnitude_engine.draft.vote import Limits
 from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.request import Sequence as Choice
@@ -102,7 +102,7 @@ class Speculation:
         tokens = sequence.allowed(tree.tokens[:room])
         return tokens, tree.scores[: len(tokens)]
 
-    def _proposer(self, sequence: Choice) -> SuffixProposer:
+    def _proposer(self, sequence: Choice) -> Proposer:
         proposer = self._active.get(sequence.order)
         if proposer is None:
             kept = self._kept.pop(sequence.owner, None) if sequence.choice == 0 else None
