@@ -31,7 +31,9 @@ UNEVEN: dict[str, Any] = {
 }
 MOVE = api.Tool(name="move", parameters=POINT)
 WAIT = api.Tool(name="wait")
-TURN = api.Tool(name="on", parameters={"properties": {"a": {"enum": ["ü", "in"]}}, "required": ["a"]})
+TURN = api.Tool(
+    name="on", parameters={"properties": {"a": {"enum": ["ü", "in"]}}, "required": ["a"], "additionalProperties": False}
+)
 PICK = api.Tool(name="pick", parameters=UNEVEN)
 FORMATS: tuple[tuple[api.Format, Callable[[str], bool]], ...] = (
     (api.JsonSchemaFormat(schema=POINT, strict=True), lambda text: _valid(text, POINT)),
