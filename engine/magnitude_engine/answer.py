@@ -29,7 +29,8 @@ class Answer:
     """The events of one request.
 
     Attributes:
-        broken: the sink raised an error; nothing more is sent, and the request should be cancelled.
+        broken: the sink raised an error, or a choice has failed; nothing more is sent, and the request should be
+            cancelled.
     """
 
     def __init__(self, generate: api.Generate, sink: Sink) -> None:
@@ -62,7 +63,11 @@ class Answer:
         )
 
     def finished(self, choice: int, finish: Finish) -> None:
-        """A choice ended."""
+        """A choice ended; one that has failed ends the request, and nothing follows."""
+        if finish.error is not None:
+            self.failed(finish.error)
+            self.broken = True
+            return
         self._send(
             api.Finished(
                 request=self._generate.request,

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from magnitude_engine import api
 from magnitude_engine.decode.grammar.compiler import CompiledGrammar
+from magnitude_engine.decode.grammar.state import GrammarState
 from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
 from magnitude_engine.decode.tools import ToolCallParser
-from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestError
+from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, GrammarFailure, MagnitudeError, RequestError
 from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.model.loader import LoadedModel
@@ -28,6 +30,8 @@ from magnitude_engine.model.tokenizer import Tokenizer
 from magnitude_engine.scheduler import Order
 
 MAX_LOGPROBS = 20
+
+_Said = TypeVar("_Said")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +87,11 @@ class PreparedRequest:
 
 
 class Finish(NamedTuple):
-    """Why a choice ended."""
+    """Why a choice ended; with `error` it has failed, and its request with it."""
 
     reason: api.FinishReason
     matched_stop: str | None = None
+    error: MagnitudeError | None = None
 
 
 class Emission(NamedTuple):
@@ -213,6 +218,7 @@ class Sequence:
         resume = next((r for r in generate.resume if r.choice == choice), api.Resume(choice=choice))
         self._skip = resume.chars
         self._grammar = prepared.grammar.begin() if prepared.grammar is not None else None
+        self._failure: GrammarFailure | None = None
         self.drafted = self.accepted = self.forced = 0
         self._said: list[str] = []
         self._calls: dict[int, api.ToolCall] = {}
@@ -248,18 +254,33 @@ class Sequence:
 
     def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
         """Returns as much of a draft as the grammar allows."""
-        return draft if self._grammar is None else draft[: self._grammar.masks(draft).allowed]
+        if self._grammar is None:
+            return draft
+        found = self._followed(lambda grammar: grammar.masks(draft))
+        return () if found is None else draft[: found.allowed]
 
     def masks(self, draft: Sequences[int]) -> torch.Tensor | None:
         """Returns which tokens may come next and after each of `draft`, int32 [1 + draft, words]; None for all."""
-        return None if self._grammar is None else self._grammar.masks(draft).masks
+        found = self._followed(lambda grammar: grammar.masks(draft))
+        # After a failure the next token ends the choice, whatever it is.
+        return None if found is None else found.masks
 
     def settled(self) -> tuple[int, ...]:
         """Returns the tokens that must come next, whatever the model says."""
         # Their log-probabilities would be missing; known tokens of a resumed choice come in their own order.
-        if self._grammar is None or self.prepared.generate.logprobs is not None or self._known:
+        if self.prepared.generate.logprobs is not None or self._known:
             return ()
-        return self._grammar.forced()
+        return self._followed(lambda grammar: grammar.forced()) or ()
+
+    def _followed(self, ask: Callable[[GrammarState], _Said]) -> _Said | None:
+        """Returns what the grammar says, None without one; one that cannot be followed fails this choice alone."""
+        if self._grammar is None or self._failure is not None:
+            return None
+        try:
+            return ask(self._grammar)
+        except GrammarFailure as error:
+            self._failure = error
+            return None
 
     def accept(self, drawn: Drawn) -> Emission | None:
         """Appends the drawn token; returns what the client sees of it, None for one that it has already."""
@@ -271,8 +292,10 @@ class Sequence:
     def _take(self, drawn: Drawn) -> Emission:
         """Appends a token, and ends the choice where it does."""
         generate, token = self.prepared.generate, drawn.token
-        if self._grammar is not None:
-            self._grammar.accept(token)
+        self._followed(lambda grammar: grammar.accept(token))
+        if self._failure is not None:
+            self.finish = Finish("stop", error=self._failure)
+            return Emission()
         self.tokens.append(token)
         self.output.append(token)
         shown = Emission(ids=(token,))

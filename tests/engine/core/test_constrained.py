@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from magnitude_engine import api
+from magnitude_engine.decode.grammar.state import DraftMasks, GrammarState
 from magnitude_engine.engine import Engine
+from magnitude_engine.errors import GrammarFailure
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.request import Sequence
 from testkit.engine import Recorder, alone, drain, engine_config, generate, run, submit
@@ -300,3 +302,23 @@ def test_alone_and_in_company_it_is_the_same(model: LoadedModel) -> None:
     requests = [ask("required", MOVE, seed=7), form(FORMATS[1][0], 7), generate("free text")]
     for request, told in zip(requests, answered(model, *requests), strict=True):
         assert told.ids() == alone(model, request).ids()
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_own_request_only(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hard, other = ask("required", MOVE, n=2, max_tokens=90), form(FORMATS[1][0])
+    (expected,) = answered(model, other)
+    follow = GrammarState.masks
+
+    def fails(state: GrammarState, draft: list[int]) -> DraftMasks:
+        if state._taken > 20:
+            raise GrammarFailure("too complex")
+        return follow(state, draft)
+
+    monkeypatch.setattr(GrammarState, "masks", fails)
+    broken, told, free = answered(model, hard, other, generate("free", max_tokens=40))
+    assert broken.failed is not None
+    assert (broken.failed.code, broken.failed.retryable) == ("grammar_failure", True)
+    assert told.ids() == expected.ids()
+    assert free.finish().reason == "length"

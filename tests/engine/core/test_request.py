@@ -10,7 +10,7 @@ from magnitude_engine import api
 from magnitude_engine.decode.sample import Drawn, RawLogprobs
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestError
 from magnitude_engine.model.loader import LoadedModel
-from magnitude_engine.request import Emission, PreparedRequest, RequestLimits, Sequence, prepare
+from magnitude_engine.request import Emission, Finish, PreparedRequest, RequestLimits, Sequence, prepare
 from testkit.engine import generate
 
 LIMITS = RequestLimits(context=64, max_n=4)
@@ -99,7 +99,7 @@ def test_a_stop_string_ends_the_choice_and_is_not_shown(model: LoadedModel) -> N
     sequence = Sequence(prepared(model, generate("x", stop=("END",), max_tokens=40)), 0, 0, model)
     shown = feed(sequence, model.tokenizer.encode("some text END more"))
     assert shown.text == "some text "
-    assert sequence.finish == ("stop", "END")
+    assert sequence.finish == Finish("stop", "END")
 
 
 def test_the_end_token_ends_the_choice(model: LoadedModel) -> None:
@@ -107,10 +107,10 @@ def test_the_end_token_ends_the_choice(model: LoadedModel) -> None:
     tokens = [*model.tokenizer.encode("done"), eos, *model.tokenizer.encode("more")]
     sequence = Sequence(prepared(model, generate("x", ignore_eos=False, max_tokens=40)), 0, 0, model)
     shown = feed(sequence, tokens)
-    assert (shown.text, shown.ids[-1], sequence.finish) == ("done", eos, ("stop", None))
+    assert (shown.text, shown.ids[-1], sequence.finish) == ("done", eos, Finish("stop"))
     ignoring = Sequence(prepared(model, generate("x", ignore_eos=True, max_tokens=len(tokens))), 0, 0, model)
     assert feed(ignoring, tokens).text == "donemore"
-    assert ignoring.finish == ("length", None)
+    assert ignoring.finish == Finish("length")
 
 
 def test_held_back_text_comes_out_at_the_length_limit(model: LoadedModel) -> None:
@@ -127,7 +127,7 @@ def test_a_tool_call_is_told_apart_from_text(model: LoadedModel) -> None:
     assert shown.text == "Let me see. "
     (call,) = shown.tool_calls
     assert (call.index, call.name, call.arguments) == (0, "weather", '{"city": "Graz"}')
-    assert sequence.finish == ("tool_calls", None)
+    assert sequence.finish == Finish("tool_calls")
     again = Sequence(prepared(model, request), 0, 1, model)
     (repeated,) = feed(again, [*model.tokenizer.encode(CALL), eos]).tool_calls
     assert repeated.id == call.id
@@ -141,7 +141,7 @@ def test_one_call_only_where_calls_may_not_be_parallel(model: LoadedModel) -> No
     sequence = Sequence(prepared(model, generate(single, max_tokens=400)), 0, 0, model)
     shown = feed(sequence, model.tokenizer.encode(CALL + CALL))
     assert len(shown.tool_calls) == 1
-    assert sequence.finish == ("tool_calls", None)
+    assert sequence.finish == Finish("tool_calls")
 
 
 def test_tool_choice_none_leaves_calls_as_text(model: LoadedModel) -> None:
