@@ -57,11 +57,11 @@ class Speculation:
         self._active: dict[Order, SuffixProposer] = {}
         self._kept: OrderedDict[SessionKey, SuffixProposer] = OrderedDict()
         self._runs: OrderedDict[str, RunCorpus] = OrderedDict()
-        self._promised = 0.0
+        self._promised: dict[Order, float] = {}
 
     def draft(self, work: Sequence[Work]) -> list[Work]:
         """Returns the work with the drafts that are worth verifying."""
-        self._promised = 0.0
+        self._promised = {}
         drawing = [w for w in work if w.rows == w.sequence.missing and w.sequence.width == 1]
         trees = [self._propose(w.sequence) for w in drawing]
         base = sum(w.rows for w in work)
@@ -69,15 +69,16 @@ class Speculation:
         drafts: dict[Order, tuple[int, ...]] = {}
         for w, (tokens, scores), count in zip(drawing, trees, counts, strict=True):
             drafts[w.sequence.order] = tokens[:count]
-            self._promised += sum(scores[:count])
+            self._promised[w.sequence.order] = sum(scores[:count])
         return [w._replace(draft=drafts.get(w.sequence.order, ())) for w in work]
 
     def observe(self, work: Sequence[Work], accepted: int, seconds: float) -> None:
         """Takes in what a step gave: `accepted` drafted tokens in all."""
         drafted = sum(len(w.draft) for w in work)
-        rows = sum(w.rows for w in work)
+        # A draft that found no pages was not verified, so nothing is known of its promise.
+        promised = sum(self._promised[w.sequence.order] for w in work if w.draft)
         if all(w.rows == 1 for w in work):
-            self.depths.observe(Outcome(rows, len(work), seconds, drafted, self._promised, accepted))
+            self.depths.observe(Outcome(len(work), len(work), seconds, drafted, promised, accepted))
 
     def leave(self, sequence: Choice) -> None:
         """The sequence has ended or lost its seat: its index stays with the session."""
