@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 
 from magnitude_engine import api
@@ -60,6 +61,7 @@ class Constraints:
         with self._lock:
             if self._validator is None:
                 self._validator = Validator()
+                weakref.finalize(self, self._validator.close)
             validator = self._validator
         verdict = validator.check(rule, text)
         if isinstance(verdict, Valid):
@@ -85,6 +87,7 @@ class Constraints:
         with self._lock:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(self._tokenizer, self._columns)
+                weakref.finalize(self, self._compiler.close)
             return self._compiler
 
 
