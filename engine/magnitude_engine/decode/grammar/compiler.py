@@ -45,7 +45,7 @@ class CompilerLimits:
 
     schema: SchemaLimits = field(default_factory=SchemaLimits)
     helper: HelperLimits = field(default_factory=HelperLimits)
-    steps: int = 16
+    steps: int = 64
     source: int = 64 * 1024
     tools: int = 512
     together: int = 4 * 1024 * 1024
