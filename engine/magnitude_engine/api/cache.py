@@ -11,6 +11,7 @@ class CacheRun(Frozen, frozen=True, kw_only=True):
     """A stretch of the prefix tree without a fork: pages that the same sequences share.
 
     Attributes:
+        tenant: the beginning of its salt.
         parent: index of the run before it in `CacheReport.runs`, -1 at a tenant's root; parents come first.
         tokens: tokens in it, `pages` pages of which `in_use` are read or written by a running sequence.
         idle_s: seconds since it was last used.

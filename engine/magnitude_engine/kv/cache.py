@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from msgspec.structs import replace
 
 from magnitude_engine import api
 from magnitude_engine.config import PAGE_TOKENS
@@ -14,6 +15,11 @@ from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.manager import NOTHING, CacheManager
 from magnitude_engine.kv.tensors import apply_ops, read_page
 from magnitude_engine.kv.tiers import Fetch, Tiers
+from magnitude_kernels.kv_copy.reference import PageTensors
+
+CLOSE_FLUSH_S = 5.0
+# A tenant's salt is a secret; its beginning tells tenants apart.
+SHOWN = 8
 
 
 class PagedCache:
@@ -27,6 +33,7 @@ class PagedCache:
         self.manager = manager
         self.tiers = tiers
         self._pages = pages
+        self._words = PageTensors.of(tuple(pages))
 
     def fetch(self, tenant: str, ids: Sequence[int], prefill_rate: float, ready: Callable[[], None]) -> Fetch | None:
         """Begins to read what of `ids` is on disk only (see `Tiers.fetch`)."""
@@ -42,7 +49,7 @@ class PagedCache:
 
     def apply(self) -> None:
         """Carries out what the manager decided; to be called before each forward pass."""
-        apply_ops(self.manager.take_ops(), self._pages, self.tiers.keep)
+        apply_ops(self.manager.take_ops(), self._pages, self._words, self.tiers.keep)
 
     def save(self, pages: int) -> bool:
         """Begins to write up to `pages` retained pages back to disk; False when nothing more can be done now."""
@@ -103,14 +110,11 @@ class PagedCache:
             learned_hit_rate=retention.learned_hit_rate,
             lru_hit_rate=retention.lru_hit_rate,
             tiers=(device, *self.tiers.use()),
-            runs=manager.runs(),
-            sessions=tuple(retention.sessions(now)),
+            runs=tuple(replace(run, tenant=run.tenant[:SHOWN]) for run in manager.runs()),
+            sessions=tuple(replace(each, tenant=each.tenant[:SHOWN]) for each in retention.sessions(now)),
         )
 
     def close(self) -> None:
         """Writes what is not on disk yet within seconds, and lets go of it."""
         self.flush(CLOSE_FLUSH_S)
         self.tiers.close()
-
-
-CLOSE_FLUSH_S = 5.0

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 
 from magnitude_engine.kv.blocks import BlockName
 from magnitude_engine.kv.pool import CacheOp, Fill, PageOp, Payload, Spill
+from magnitude_kernels import dispatch
+from magnitude_kernels.kv_copy.reference import ZEROS, PageMove, PageTensors
 
 
-def apply_ops(ops: Sequence[CacheOp], pages: torch.Tensor, keep: Callable[[BlockName, Payload], object]) -> None:
-    """Applies operations in order to `pages`, [2 * layers, pages, ...], in place; `keep` gets what is spilled."""
-    for run in _zero_runs(ops):
-        if isinstance(run, PageOp):
-            pages[:, run.target].copy_(pages[:, run.source])
-        elif isinstance(run, Spill):
-            keep(run.name, read_page(pages, run.page))
-        elif isinstance(run, Fill):
-            write_page(pages, run.page, run.payload)
-        else:
-            pages.index_fill_(1, torch.tensor(run, device=pages.device), 0)
+def apply_ops(
+    ops: Sequence[CacheOp], pages: torch.Tensor, words: PageTensors, keep: Callable[[BlockName, Payload], object]
+) -> None:
+    """Applies operations in order to `pages`, [2 * layers, pages, ...], in place; `keep` gets what is spilled.
+
+    `words` are the same tensors as `dispatch.copy_pages` takes them.
+    """
+    for moves, run in groupby(ops, lambda op: isinstance(op, PageOp)):
+        if moves:
+            dispatch.copy_pages(words, [_move(op) for op in run if isinstance(op, PageOp)])
+            continue
+        for op in run:
+            if isinstance(op, Spill):
+                keep(op.name, read_page(pages, op.page))
+            elif isinstance(op, Fill):
+                write_page(pages, op.page, op.payload)
 
 
 def read_page(pages: torch.Tensor, page: int) -> Payload:
@@ -36,14 +44,5 @@ def write_page(pages: torch.Tensor, page: int, payload: Payload) -> None:
     target.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(pages.dtype).view(target.shape))
 
 
-def _zero_runs(ops: Sequence[CacheOp]) -> list[CacheOp | list[int]]:
-    """Returns the operations with neighbouring zeroings joined into one list of pages."""
-    joined: list[CacheOp | list[int]] = []
-    for op in ops:
-        if not isinstance(op, PageOp) or op.source is not None:
-            joined.append(op)
-        elif joined and isinstance(joined[-1], list):
-            joined[-1].append(op.target)
-        else:
-            joined.append([op.target])
-    return joined
+def _move(op: PageOp) -> PageMove:
+    return PageMove(ZEROS if op.source is None else op.source, op.target)

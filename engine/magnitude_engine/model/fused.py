@@ -153,7 +153,7 @@ class FusedAttention:
         grouped = q.reshape(*size, self.head_dim)
         plan.padded[:, :, : self.group].copy_(grouped)
         queries, cache = Queries(grouped, plan.padded), (keys, values)
-        if len(plan.own) == 1 and not plan.merged:
+        if len(plan.own) == 1 and not plan.merged and isinstance(plan.own[0].rows, slice):
             return self._attend(queries, cache, plan.own[0])[0].reshape(rows, -1)
         result, total = torch.empty(*size, self.head_dim), torch.empty(*size)
         for call in plan.own:

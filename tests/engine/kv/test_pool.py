@@ -8,6 +8,7 @@ import torch
 from magnitude_engine.kv.blocks import BlockName
 from magnitude_engine.kv.pool import Fill, IntegrityError, OutOfPages, PageOp, PagePool, Spill
 from magnitude_engine.kv.tensors import apply_ops
+from magnitude_kernels.kv_copy.reference import PageTensors
 
 
 def test_a_growing_sequence_stays_in_one_run_beside_another() -> None:
@@ -79,13 +80,14 @@ def test_a_page_given_back_twice_is_found() -> None:
 
 
 def test_operations_apply_in_order() -> None:
-    keys = torch.arange(4.0).reshape(4, 1).repeat(1, 2)
+    keys = torch.arange(4.0).reshape(4, 1).repeat(1, 4)
     pages = torch.stack([keys, keys + 10])
+    words = PageTensors.of(tuple(pages))
     spilled: dict[bytes, bytes] = {}
     name = BlockName(b"key", b"parent", ())
     ops = [PageOp(1, 3), Spill(1, name), PageOp(None, 1), PageOp(None, 0), PageOp(3, 0)]
-    apply_ops(ops, pages, lambda name, payload: spilled.update({name.key: bytes(payload)}))
+    apply_ops(ops, pages, words, lambda name, payload: spilled.update({name.key: bytes(payload)}))
     assert pages[0, :, 0].tolist() == [1, 0, 2, 1]
     assert pages[1, :, 1].tolist() == [11, 0, 12, 11]
-    apply_ops([Fill(2, spilled[b"key"])], pages, lambda name, payload: None)
-    assert pages[:, 2].tolist() == [[1, 1], [11, 11]]
+    apply_ops([Fill(2, spilled[b"key"])], pages, words, lambda name, payload: None)
+    assert pages[:, 2].tolist() == [[1] * 4, [11] * 4]

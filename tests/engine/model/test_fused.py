@@ -142,6 +142,15 @@ def test_sequences_that_hold_the_same_pages_entirely() -> None:
     check(fused(True), layout.batch())
 
 
+@pytest.mark.parametrize("contexts", [(20, 20, 40), (20, 40, 30), (300, 280, 310, 290), (7, 900, 35, 620, 3, 256)])
+@pytest.mark.parametrize("convert", [False, True])
+def test_short_contexts_in_any_order(contexts: tuple[int, ...], convert: bool) -> None:
+    layout = Layout(6)
+    for context in contexts:
+        layout.add(context)
+    check(fused(convert), layout.batch())
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_steps(seed: int) -> None:
     layout = Layout(seed)

@@ -39,16 +39,18 @@ class CompilerLimits:
         steps: tokens for which the helper follows each new grammar.
         source: characters of a regular expression or a Lark grammar.
         together: characters of all schemas of a request.
-        entries: grammars, and schemas, kept.
+        entries: grammars kept.
+        answers: schemas of which it is kept how the helper fared with them.
     """
 
     schema: SchemaLimits = field(default_factory=SchemaLimits)
     helper: HelperLimits = field(default_factory=HelperLimits)
-    steps: int = 16
+    steps: int = 64
     source: int = 64 * 1024
     tools: int = 512
     together: int = 4 * 1024 * 1024
     entries: int = 256
+    answers: int = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class GrammarCompiler:
         self._library = library_tokenizer(vocabulary, tokenizer.encode)
         self._helper = Helper(vocabulary, self.limits.helper)
         self._grammars: Recent[CompiledGrammar | RequestError] = Recent(self.limits.entries)
-        self._schemas: Recent[_Settled | RequestError] = Recent(self.limits.entries)
+        self._answers: Recent[Compiled | Ended] = Recent(self.limits.answers)
         self._turn = threading.Lock()
 
     def start(self) -> None:
@@ -200,16 +202,15 @@ class GrammarCompiler:
 
     def _settled(self, schema: Any, wanted: Any, param: str) -> _Settled | RequestError:
         """Returns the form of `wanted` that compiles; `schema` is what its author wrote."""
-        key = content_key(param, wanted)
-        kept = self._schemas.get(key)
-        return kept or self._schemas.put(key, self._settle(schema, wanted, param))
-
-    def _settle(self, schema: Any, wanted: Any, param: str) -> _Settled | RequestError:
         found = survey(wanted, param)
         texts = [] if found.checked else [compose.json_text(found.grammar, False)]
         exact = len(texts)
         texts += [compose.json_text(found.grammar, True), compose.json_text(found.relaxed, True)]
-        answer = self._asked(tuple(map(compose.json_grammar, texts)), json.dumps(schema), exact)
+        key = content_key("schema", wanted)
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._asked(tuple(map(compose.json_grammar, texts)), json.dumps(schema), exact)
+            self._answers.put(key, answer)
         if isinstance(answer, Ended) or answer.index < 0:
             return refusal(answer, param)
         if (problem := unknown(answer.warnings)) is not None:

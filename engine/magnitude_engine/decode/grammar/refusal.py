@@ -28,6 +28,8 @@ def refusal(answer: Compiled | Ended, param: str) -> RequestError:
     problem = " ".join(answer.errors[-1].split())[:_CHARACTERS] if answer.errors else "unknown reason"
     if "regex parse error" in problem or "Regex" in problem:
         problem = f"pattern: {problem}"
+    elif problem.startswith("lexer error"):
+        problem = f"its pattern or its counts are too complex to follow ({problem})"
     if problem.startswith("Unsatisfiable"):
         return RequestError(f"{param} allows no answer: {problem}", param=param)
     kind = RequestError if _WRONG in problem else FeatureUnsupported

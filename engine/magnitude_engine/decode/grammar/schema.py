@@ -30,6 +30,9 @@ from magnitude_engine.errors import FeatureUnsupported, RequestError
 LARGEST_MULTIPLE = 1_000
 # The grammar library's own keyword; only the engine sets it.
 OPTIONS = "x-guidance"
+# Up to draft 7 a reference stands for the whole schema that holds it.
+_REFERENCE_ALONE = re.compile(r"draft-0[3-7]/schema")
+_BESIDE_REFERENCE = frozenset({"$ref", "$schema", "$defs", "definitions"})
 _BACKTRACKING = re.compile(r"\(\?[=!<]|\\[1-9]|\\[bB]")
 
 
@@ -117,7 +120,8 @@ def survey(schema: Any, param: str) -> Survey:
     """
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} must be a JSON Schema: an object or a boolean", param=param)
-    walk = _Walk(param)
+    dialect = schema.get("$schema") if isinstance(schema, dict) else None
+    walk = _Walk(param, isinstance(dialect, str) and _REFERENCE_ALONE.search(dialect) is not None)
     grammar = walk.copy(schema, "#", relaxed=False)
     relaxed = walk.copy(schema, "#", relaxed=True)
     return Survey(
@@ -134,6 +138,7 @@ class _Walk:
     """One walk over a schema: copies it for the grammar and notes what it meets."""
 
     param: str
+    reference_alone: bool
     checked: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     loosened: list[str] = field(default_factory=list)
@@ -142,6 +147,8 @@ class _Walk:
         """Returns the form of `schema` for the grammar; `at` is its JSON pointer."""
         if not isinstance(schema, dict):
             return schema
+        if self.reference_alone and isinstance(schema.get("$ref"), str):
+            schema = {word: value for word, value in schema.items() if word in _BESIDE_REFERENCE}
         copied: dict[str, Any] = {}
         for word, value in schema.items():
             if word in MAPS and isinstance(value, dict):

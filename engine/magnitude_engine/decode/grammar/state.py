@@ -40,6 +40,7 @@ class GrammarState:
         self._current = False
         self._taken = 0
         self._ends = 0
+        self._run: tuple[int, ...] = ()
 
     def mask(self) -> torch.Tensor:
         """Returns which tokens may come next: int32 [words], bit `token % 32` of word `token // 32`.
@@ -58,9 +59,12 @@ class GrammarState:
         Raises:
             GrammarFailure: the mask does not allow it; the state is as it was.
         """
-        if not _allows(self.mask(), token):
+        run = self._run
+        # A forced token is the only one that the mask allows, so that the mask need not be computed.
+        if run[:1] != (token,) and not _allows(self.mask(), token):
             raise GrammarFailure(f"token {token} is not allowed here by the request's grammar")
         self._advance(token)
+        self._run = run[1:] if run[:1] == (token,) else ()
 
     def forced(self) -> tuple[int, ...]:
         """Returns the tokens that must come next, whatever the model says; each is the only one its mask allows.
@@ -69,9 +73,10 @@ class GrammarState:
         """
         if self._ends:
             return ()
-        tokens = tuple(self._matcher.compute_ff_tokens())
-        self._check()
-        return tokens
+        if not self._run:
+            self._run = tuple(self._matcher.compute_ff_tokens())
+            self._check()
+        return self._run
 
     @property
     def may_end(self) -> bool:
@@ -108,6 +113,7 @@ class GrammarState:
             self._matcher.rollback(count - ends)
             self._check()
         self._current = self._current and not count
+        self._run = () if count else self._run
 
     def masks(self, draft: Sequence[int]) -> DraftMasks:
         """Returns the masks along `draft`, up to its first token that they do not allow; the state stays as it is.
@@ -119,7 +125,7 @@ class GrammarState:
             self._drafts = torch.zeros((len(draft) + 1, len(self._buffer)), dtype=torch.int32)
         rows = self._drafts
         rows[0] = self.mask()
-        current, allowed = self._current, 0
+        current, run, allowed = self._current, self._run, 0
         try:
             for token in draft:
                 if not _allows(rows[allowed], token):
@@ -131,7 +137,7 @@ class GrammarState:
             # After a failure nothing can be taken back, and nothing will be asked.
             if not self._matcher.is_error():
                 self.rollback(allowed)
-        self._current = current
+        self._current, self._run = current, run
         return DraftMasks(rows[: allowed + 1], allowed)
 
     def _fill(self, row: torch.Tensor) -> None:
@@ -145,7 +151,7 @@ class GrammarState:
 
     def _advance(self, token: int) -> None:
         """Takes a token that the mask allows."""
-        self._current = False
+        self._current, self._run = False, ()
         if token in self._eos:
             self._ends += 1
             return

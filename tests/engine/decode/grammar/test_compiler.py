@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from magnitude_engine import api
 from magnitude_engine.decode.grammar.compiler import CompilerLimits, GrammarCompiler
+from magnitude_engine.decode.grammar.jobs import Budget
 from magnitude_engine.decode.grammar.process import HelperLimits
-from magnitude_engine.decode.grammar.spec import JsonObject, Lark, Regex
+from magnitude_engine.decode.grammar.spec import JsonObject, Lark, Regex, ToolCalls
 from magnitude_engine.decode.grammar.validate import Invalid, Valid, Validator
 from magnitude_engine.errors import EngineError, FeatureUnsupported, Overloaded, RequestError
+from magnitude_engine.model.template import HERMES
 from magnitude_engine.model.tokenizer import Tokenizer
 from testkit.grammar import CASES, PARAM, REFUSED, Case, accepts, allowed, spec, text_of, written
 from testkit.tiny import tiny_tokenizer
@@ -103,6 +106,16 @@ def test_one_content_is_compiled_once(compiler: GrammarCompiler) -> None:
     first = compiler.compile(spec(schema))
     assert compiler.compile(spec(dict(schema))) is first
     assert compiler.compile(spec({**schema, "title": "other"})) is not first
+
+
+def test_a_tool_is_not_tried_again_at_another_place(compiler: GrammarCompiler) -> None:
+    tool = api.Tool(name="a", parameters={"type": "object", "properties": {"moved": {"not": {"$ref": "#/none"}}}})
+    other = api.Tool(name="b")
+    for tools, place in (((tool,), 0), ((other, tool), 1)):
+        with pytest.raises(RequestError, match=r"\$ref") as refused:
+            compiler.compile(ToolCalls(tools=tools, format=HERMES))
+        assert refused.value.param == f"tools[{place}].function.parameters"
+        assert refused.value.message.startswith(refused.value.param)
 
 
 @pytest.mark.slow
@@ -200,7 +213,9 @@ _DOUBLING = {
 )
 def test_a_bomb_is_killed_and_the_next_request_served(schema: Any) -> None:
     tokenizer = tiny_tokenizer()
-    compiler = GrammarCompiler(tokenizer)
+    # Well under what these take, so that the outcome does not depend on the machine.
+    limits = CompilerLimits(helper=HelperLimits(job=Budget(cpu_s=0.2, wall_s=3.0)))
+    compiler = GrammarCompiler(tokenizer, limits=limits)
     try:
         compiler.compile(Regex(pattern="warm"))
         before = compiler.helper_pid

@@ -38,7 +38,6 @@ REORDERED = {
     "jsb-Github_ultra-o69900",
     "jsb-JsonSchemaStore-block",
     "jsb-Kubernetes-kb_105_Normalized",
-    "jsb-WashingtonPost-wp_105_Normalized",
 }
 OTHER_FORM = {
     "const with 1 does not match true",

@@ -85,6 +85,13 @@ def test_the_relaxed_form_allows_more() -> None:
     assert found.loosened == ("pattern at #/properties/b", "patternProperties at #")
 
 
+@pytest.mark.parametrize(("draft", "alone"), [("draft-04", True), ("draft-07", True), ("draft/2020-12", False)])
+def test_older_drafts_ignore_what_stands_beside_a_reference(draft: str, alone: bool) -> None:
+    beside = {"$ref": "#/definitions/a", "minLength": 3}
+    schema = {"$schema": f"http://json-schema.org/{draft}/schema#", "items": beside, "definitions": {"a": {}}}
+    assert survey(schema, "p").grammar["items"] == ({"$ref": "#/definitions/a"} if alone else beside)
+
+
 def test_formats_that_nobody_can_check_are_refused() -> None:
     with pytest.raises(FeatureUnsupported, match=r"format 'uri-template' at #/items") as refused:
         survey({"items": {"format": "uri-template"}}, "response_format")
