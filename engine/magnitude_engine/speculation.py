@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from magnitude_engine.draft.controller import Outcome
@@ -54,6 +55,7 @@ class Speculation:
     def __init__(self, depths: Depths, context: int) -> None:
         self.depths = depths
         self._context = context
+        self._learning = ThreadPoolExecutor(1, thread_name_prefix="magnitude-runs")
         self._active: dict[Order, SuffixProposer] = {}
         self._kept: OrderedDict[SessionKey, SuffixProposer] = OrderedDict()
         self._runs: OrderedDict[str, RunCorpus] = OrderedDict()
@@ -87,12 +89,17 @@ class Speculation:
             return
         if sequence.finish is not None and len(sequence.output) > 1:
             start = len(sequence.tokens) - len(sequence.output)
-            self._corpus(sequence.owner.tenant).add(sequence.tokens[max(0, start - LEAD) :])
+            # A full corpus is built anew now and then, which takes longer than a step.
+            self._learning.submit(self._corpus(sequence.owner.tenant).add, sequence.tokens[max(0, start - LEAD) :])
         if sequence.choice == 0:
             self._kept[sequence.owner] = proposer
             self._kept.move_to_end(sequence.owner)
             if len(self._kept) > KEPT_SESSIONS:
                 self._kept.popitem(last=False)
+
+    def close(self) -> None:
+        """Ends the thread that takes in past runs."""
+        self._learning.shutdown(wait=True, cancel_futures=True)
 
     def _propose(self, sequence: Choice) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Returns a chain and its probabilities."""

@@ -164,6 +164,7 @@ class Stepper:
     def close(self) -> None:
         """Gives up what is computed ahead, and closes the cache."""
         self.ahead.queue.clear()
+        self.speculation.close()
         self.cache.close()
 
     def check_integrity(self) -> None:
