@@ -58,6 +58,7 @@ def fresh(asked: list[dict[str, Any]], **options: Any) -> GenerateResult:
         return result
 
 
+@pytest.mark.slow
 def test_the_prompt_of_registered_tools_is_there_before_the_first_request(
     engine: MagnitudeEngine, passes: Passes
 ) -> None:
@@ -122,6 +123,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_warmup_shows_what_it_waits_for_and_ends_when_the_engine_is_closed(
     engine: MagnitudeEngine, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def call_tool(line: MagnitudeEngine | Branch, passes: Passes, **options: Any) ->
     return {"role": "assistant", "content": answer["text"], "tool_calls": answer["tool_calls"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_branch", [False, True])
 def test_a_running_tools_output_is_computed_as_it_comes(
     engine: MagnitudeEngine, passes: Passes, on_branch: bool
@@ -178,6 +181,7 @@ def test_a_running_tools_output_is_computed_as_it_comes(
         line.tool_output(*names.values(), call, "text", finished="yes")
 
 
+@pytest.mark.slow
 def test_output_for_the_session_reaches_the_branch_that_was_selected(engine: MagnitudeEngine, passes: Passes) -> None:
     branches = engine.branches("s")
     (branch,) = branches.fork()
@@ -221,6 +225,7 @@ def test_nothing_is_written_where_the_disk_tier_is_off(
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_two_engines_at_once_both_answer(passes: Passes, caplog: pytest.LogCaptureFixture) -> None:
     with MagnitudeEngine(kv_memory_mb=1) as first, MagnitudeEngine(kv_memory_mb=1) as second:
         answer = first.generate(prompt=LONG, **GREEDY)

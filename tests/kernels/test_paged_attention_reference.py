@@ -33,6 +33,7 @@ def test_padding_is_zero() -> None:
     assert not out[3:].any()
 
 
+@pytest.mark.slow
 def test_the_judge_sees_small_and_large_faults() -> None:
     step = given(AWKWARD, Heads(9, 3, 64), torch.float32, seed=7)
     right = dispatch.paged_attention(*step)

@@ -24,6 +24,7 @@ def test_random_trees(seed: int) -> None:
     assert len(complaints(step, dispatch.paged_attention(*step), LIMIT, parents)) > step.queries.shape[0] // 2
 
 
+@pytest.mark.slow
 def test_a_chain_is_causal() -> None:
     step = given([(6, 40)], Heads(4, 2, 32), torch.float32, seed=9)
     chain = torch.tensor([(2 << node) - 1 for node in range(6)])

@@ -221,6 +221,7 @@ def test_an_ask_that_does_not_go_on_replaces_the_one_before(model: LoadedModel) 
     assert counter(engine, names.WARM_ROWS) == 64 + 50
 
 
+@pytest.mark.slow
 def test_what_a_session_needs_from_disk_is_read_before_its_tool_ends(model: LoadedModel, tmp_path: Path) -> None:
     clock = ManualClock()
     settings = engine_config(kv_disk_mb=8, kv_dir=str(tmp_path))

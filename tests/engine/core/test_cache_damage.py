@@ -77,6 +77,7 @@ def rounds(model: LoadedModel, folder: Path, count: int, damage: Damage, restart
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, cut])
 def test_a_round_of_damage(model: LoadedModel, tmp_path: Path, damage: Damage) -> None:
     rounds(model, tmp_path, 1, damage)
@@ -93,6 +94,7 @@ def test_two_hundred_files_cut_short(model: LoadedModel, tmp_path: Path, restart
     rounds(model, tmp_path, 100 // SESSIONS, cut, restart)
 
 
+@pytest.mark.slow
 def test_all_blocks_in_each_others_place(model: LoadedModel, tmp_path: Path) -> None:
     """Whole blocks under wrong names are as bad as broken ones."""
     engine = tiered(model, tmp_path)

@@ -186,6 +186,7 @@ def test_branched(model: LoadedModel, tmp_path: Path, history: History, origin: 
         assert len({answers[0].text(c) for c in range(4)}) > 1
 
 
+@pytest.mark.slow
 def test_batched(model: LoadedModel, tmp_path: Path, history: History, origin: str) -> None:
     engine = ORIGINS[origin](model, tmp_path / "kv", history, 128)
     requests = [history.second(i, max_tokens=10 + i) for i in range(SESSIONS)]
@@ -224,7 +225,8 @@ def test_preempted(model: LoadedModel, tmp_path: Path, history: History, origin:
         assert served["disk"] > 0
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 8])
 def test_all_origins_in_one_batch(model: LoadedModel, tmp_path: Path, history: History, size: int) -> None:
     """One sequence goes on on the device, one from host memory, one from disk, others cold, in the same steps."""
     engine = tiered(model, tmp_path / "kv", kv_host_mb=8)
@@ -248,6 +250,7 @@ def test_all_origins_in_one_batch(model: LoadedModel, tmp_path: Path, history: H
     assert [answer.usage.cached_tokens for answer in answers[3:]] == [0] * size
 
 
+@pytest.mark.slow
 def test_a_preempted_sequence_comes_back_from_host_memory(model: LoadedModel, history: History) -> None:
     """Pages run out for real: what a sequence that gave way had computed is evicted, spilled, and restored."""
     engine = tiered(model, pages=16, kv_host_mb=8)

@@ -53,6 +53,7 @@ def answered_alike(model: LoadedModel, engine: Engine, requests: list[api.Genera
     assert counter(engine, "cached_tokens") > 0
 
 
+@pytest.mark.slow
 def test_eight_sessions_on_a_few_pages(model: LoadedModel) -> None:
     engine = tiered(model, pages=12, max_waiting=1000)
     answered_alike(model, engine, crowd(8))

@@ -100,6 +100,7 @@ def written(engine: Engine) -> set[bytes]:
     return set().union(*(pieces(read_page(cache._pages, page)) for page in range(cache.manager.total)))
 
 
+@pytest.mark.slow
 def test_no_page_of_another_tenant_holds_any_of_the_secret(model: LoadedModel, tmp_path: Path, tier: Tier) -> None:
     """Also not in slots behind what it has written, where its own request may not look."""
     wide = generate(tuple(range(100, 100 + 80)), tenant="other", n=8, max_tokens=20, sampling=api.Sampling(seed=1))

@@ -160,6 +160,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     assert words in told.failed.message
 
 
+@pytest.mark.slow
 def test_forced_tokens_change_nothing(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [ask("required", MOVE, WAIT, seed=seed) for seed in range(3)]
     requests += [form(wanted) for wanted, _ in FORMATS]
@@ -189,6 +190,7 @@ def test_stop_strings_do_not_cut_calls(model: LoadedModel) -> None:
     assert (text.text(), text.finish().matched_stop) == ("ab", "c")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_call_cut_by_the_limit_is_no_complete_call(model: LoadedModel, partial: bool) -> None:
     (whole,) = answered(model, ask("named", MOVE))
@@ -212,6 +214,7 @@ def test_calls_in_pieces_are_the_whole_calls(model: LoadedModel) -> None:
     assert len([d for d in growing.of(api.Delta) if d.tool_calls]) > 3 * len(calls(at_once))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_", [ask("required", TURN, partial_calls=True), form(FORMATS[0][0])])
 def test_a_resumed_answer_goes_on_the_same_at_every_cut(model: LoadedModel, request_: api.Generate) -> None:
     (whole,) = answered(model, request_)
@@ -248,6 +251,7 @@ def checked(model: LoadedModel, *requests: api.Generate) -> list[Recorder]:
     return answers
 
 
+@pytest.mark.slow
 def test_arguments_that_break_what_no_grammar_enforces_never_arrive(model: LoadedModel) -> None:
     answers = checked(model, *(ask("named", PICK, seed=seed, partial_calls=True) for seed in range(8)))
     for told in answers:
@@ -298,6 +302,7 @@ def test_registered_tools_are_compiled_ahead(model: LoadedModel) -> None:
     constraints.close()
 
 
+@pytest.mark.slow
 def test_alone_and_in_company_it_is_the_same(model: LoadedModel) -> None:
     requests = [ask("required", MOVE, seed=7), form(FORMATS[1][0], 7), generate("free text")]
     for request, told in zip(requests, answered(model, *requests), strict=True):

@@ -125,6 +125,7 @@ def test_another_session_of_the_tenant_shares_the_prefix_and_another_tenant_noth
         assert answer.ids() == alone(model, request).ids()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_eight_sessions_with_one_system_prompt_at_once(model: LoadedModel, sampling: api.Sampling) -> None:
     engine = small(model)
@@ -229,6 +230,7 @@ def test_preempted_for_lack_of_pages(model: LoadedModel, sampling: api.Sampling)
         assert answer.ids() == alone(model, request).ids()
 
 
+@pytest.mark.slow
 def test_choices_are_preempted_alone_and_still_equal(model: LoadedModel) -> None:
     engine = small(model, pages=4)
     request = generate(PROMPTS[1][:20], n=3, sampling=SEEDED, max_tokens=30)
@@ -249,6 +251,7 @@ def test_sixty_requests_on_a_small_pool(model: LoadedModel) -> None:
     assert (engine.status().running, engine.status().waiting) == (0, 0)
 
 
+@pytest.mark.slow
 def test_cancelled_neighbours_leave_no_trace(model: LoadedModel) -> None:
     engine = small(model, prefill_chunk=32)
     requests = [generate(PROMPTS[i] + LONG, sampling=SEEDED, max_tokens=16) for i in range(4)]

@@ -92,6 +92,7 @@ def test_only_so_many_pausing_runs_are_remembered_the_latest_ones() -> None:
     assert [service.of(run) for run in (A, B, C)] == [0, 100, 100]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from("elc"), st.integers(0, 4), st.integers(0, 9000)), max_size=60))
 def test_newcomers_start_ever_higher_and_nobody_who_comes_is_far_below(calls: list[tuple[str, int, int]]) -> None:
     service, newcomer, floor = Service(decode_cost=4.0, remembered=2), RunKey("t", "new"), 0.0
@@ -150,6 +151,7 @@ def contend(seats: int, output: int, steps: int, fair: bool) -> list[int]:
     return leads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seats", "output"), [(1, 20), (2, 20), (2, 100)])
 def test_sixteen_branches_are_served_no_more_than_a_single_one(seats: int, output: int) -> None:
     """Within a quantum, which locality may decide, and one sequence on each seat, since seats are not taken away."""

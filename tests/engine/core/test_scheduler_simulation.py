@@ -47,6 +47,7 @@ plans = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(plans, min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([8, 40, 200]))
 def test_everything_ends_and_never_needs_more_pages_than_there_are(

@@ -132,13 +132,14 @@ def test_the_end_of_text_inside_a_draft(model: LoadedModel, errors: float) -> No
     assert len(ends) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("errors", "longest"),
     [
         (OFTEN_RIGHT, 8),
-        pytest.param(OFTEN_RIGHT, 20, marks=pytest.mark.slow),
-        pytest.param(ALWAYS_RIGHT, 20, marks=pytest.mark.slow),
-        pytest.param(ALWAYS_WRONG, 20, marks=pytest.mark.slow),
+        (OFTEN_RIGHT, 20),
+        (ALWAYS_RIGHT, 20),
+        (ALWAYS_WRONG, 20),
     ],
 )
 def test_batched_with_other_kinds(model: LoadedModel, errors: float, longest: int) -> None:
@@ -152,6 +153,7 @@ def test_batched_with_other_kinds(model: LoadedModel, errors: float, longest: in
     assert engine.status().pages_free == 192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", [OFTEN_RIGHT, ALWAYS_WRONG])
 def test_preempted_where_pages_are_short(model: LoadedModel, errors: float) -> None:
     requests = [generate(f"{i} is short of pages", sampling=SEEDED, max_tokens=38) for i in range(5)]

@@ -131,13 +131,14 @@ def some_drafts_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stepper.Stepper, "_commit_all", wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "draws"),
     [
         (noise_of_the_first, FEW),
-        pytest.param(noise_of_the_first, MANY, marks=pytest.mark.slow),
-        pytest.param(logits_of_the_first, MANY, marks=pytest.mark.slow),
-        pytest.param(some_drafts_believed, MANY, marks=pytest.mark.slow),
+        (noise_of_the_first, MANY),
+        (logits_of_the_first, MANY),
+        (some_drafts_believed, MANY),
     ],
 )
 def test_a_planted_fault_is_caught(

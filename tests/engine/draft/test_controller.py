@@ -125,6 +125,7 @@ def test_a_proposer_that_promises_too_much_is_never_slower(truth: float) -> None
     assert simulate(Controller(costs(0.001)), 2000, truth, 0.001).speedup >= 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row_s", "sequences"), [(0.0001, 1), (0.001, 1), (0.002, 1), (0.001, 2)])
 def test_drafting_comes_back_when_promises_become_true(row_s: float, sequences: int) -> None:
     controller = Controller(costs(row_s))

@@ -326,6 +326,7 @@ def walk(machine: Tiers, seed: int, steps: int) -> Tiers:
     return machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AmpleTiers, TightTiers])
 def test_random_walks(kind: type[Tiers]) -> None:
     machines = [walk(kind(), seed, 120) for seed in range(5)]

@@ -82,6 +82,7 @@ def memory_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "count"), [(flip, 1000), (resize, 200)])
 def test_no_damaged_file_is_ever_used(memory_path: Path, damage: Damage, count: int) -> None:
     chance = random.Random(7)

@@ -184,6 +184,7 @@ def test_a_shared_prefix_outlives_the_branch_that_was_not_used() -> None:
     assert manager.acquire(MAIN, right).reused == 32
 
 
+@pytest.mark.slow
 def test_thousands_of_pages_are_evicted_one_by_one() -> None:
     manager = CacheManager(4000)
     for number in range(1000):

@@ -111,6 +111,7 @@ def test_the_learned_rule_wins_where_tools_differ() -> None:
     assert (world.retention.learned_hit_rate, world.retention.lru_hit_rate) == (real, lru)
 
 
+@pytest.mark.slow
 def test_it_gives_way_where_tools_lie_and_comes_back_where_they_do_not() -> None:
     world = World(Retention(110), 110)
     world.run(lying(), 400.0, stranger_every=2.0)
