@@ -86,6 +86,7 @@ def test_the_prompt_of_registered_tools_is_there_before_the_first_request(
     assert figure(engine.chat([QUESTION], tools=[tool("read")], **GREEDY)) > 2 * PAGE
 
 
+@pytest.mark.slow
 def test_optimization_off_computes_nothing_ahead(passes: Passes) -> None:
     with MagnitudeEngine(AgentConfig(optimization_level="off"), kv_memory_mb=1) as engine:
         engine.register_tools([tool("look")])

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from magnitude_engine import api
 from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.model.loader import LoadedModel
@@ -67,6 +69,7 @@ def test_closing_twice_and_opening_at_once(model: LoadedModel, tmp_path: Path) -
     assert answer.ids() == alone(model, generate(LONG)).ids()
 
 
+@pytest.mark.slow
 def test_prefill_ahead_gives_its_pages_up_before_anybody_loses_a_seat(model: LoadedModel) -> None:
     engine = tiered(model, pages=12)
     ahead = WarmAsk(SessionKey("t", "expected", "main"), tuple(range(40, 60)), reserve=60)

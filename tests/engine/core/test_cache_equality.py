@@ -157,6 +157,7 @@ def test_alone(model: LoadedModel, tmp_path: Path, history: History, origin: str
     proven_origin(origin, answers[0], history.pages(3))
 
 
+@pytest.mark.slow
 def test_branched(model: LoadedModel, tmp_path: Path, history: History, origin: str) -> None:
     """Several choices, another branch that leaves the history in its middle, and a stranger with the same beginning."""
     engine = ORIGINS[origin](model, tmp_path / "kv", history, 128)

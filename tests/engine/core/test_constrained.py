@@ -174,6 +174,7 @@ def test_forced_tokens_change_nothing(model: LoadedModel, monkeypatch: pytest.Mo
     assert not any(r.usage.forced_tokens for r in plain)
 
 
+@pytest.mark.slow
 def test_choices_and_logprobs_follow_the_same_grammar(model: LoadedModel) -> None:
     both, told = answered(model, ask("required", MOVE, n=2), ask("required", MOVE, logprobs=1))
     assert [len(calls(both, choice)) for choice in (0, 1)] == [1, 1]
@@ -205,6 +206,7 @@ def test_a_call_cut_by_the_limit_is_no_complete_call(model: LoadedModel, partial
             assert arguments == complete or told.finish().reason == "length"
 
 
+@pytest.mark.slow
 def test_calls_in_pieces_are_the_whole_calls(model: LoadedModel) -> None:
     whole = ask("required", MOVE, choice=api.ToolChoice(mode="required"), max_tokens=300)
     pieces = ask("required", MOVE, choice=api.ToolChoice(mode="required"), max_tokens=300, partial_calls=True)
@@ -266,6 +268,7 @@ def test_arguments_that_break_what_no_grammar_enforces_never_arrive(model: Loade
     assert {told.failed is None for told in answers} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_formatted_answer_is_held_until_it_is_checked(model: LoadedModel) -> None:
     answers = checked(model, *(form(api.JsonSchemaFormat(schema=UNEVEN), seed) for seed in range(24)))
     for told in answers:
@@ -309,6 +312,7 @@ def test_alone_and_in_company_it_is_the_same(model: LoadedModel) -> None:
         assert told.ids() == alone(model, request).ids()
 
 
+@pytest.mark.slow
 def test_a_grammar_that_cannot_be_followed_fails_its_own_request_only(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def test_two_steps_of_one_session_at_once(model: LoadedModel) -> None:
     assert recorders[1].started.cached_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [LONG, LONG[:32], "x"])
 def test_choices_share_one_prefill(model: LoadedModel, prompt: str) -> None:
     engine = small(model)
