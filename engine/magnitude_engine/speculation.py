@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from magnitude_engine.draft.controller import Outcome
-from magnitude_engine.draft.corpus import RunCorpus
+from magnitude_engine.draft.corpus import CorpusLimits, RunCorpus
 from magnitude_engine.draft.proposer import Proposer, SuffixProposer
 from magnitude_engine.draft.vote import Limits
 from magnitude_engine.kv.retention import SessionKey
@@ -25,9 +25,11 @@ from magnitude_engine.scheduler import Order
 from magnitude_engine.step import Work
 
 LIMITS = Limits(nodes=16, depth=16, score=0.05, fork=False)
-# An index of 6,000 tokens holds half a megabyte.
-KEPT_SESSIONS = 128
-KEPT_TENANTS = 32
+# An index of 6,000 tokens holds half a megabyte, and is built anew in a few milliseconds.
+KEPT_SESSIONS = 32
+KEPT_TENANTS = 16
+# With all tenants full, a hundred megabytes.
+RUNS = CorpusLimits(tokens=100_000, bytes=8 * 1024 * 1024)
 # Prompt tokens kept before an answer in a tenant's runs, so that the beginning of an answer is found too.
 LEAD = 16
 
@@ -123,7 +125,7 @@ class Speculation:
 
     def _corpus(self, tenant: str) -> RunCorpus:
         """Returns a tenant's past runs."""
-        corpus = self._runs.setdefault(tenant, RunCorpus())
+        corpus = self._runs.setdefault(tenant, RunCorpus(RUNS))
         self._runs.move_to_end(tenant)
         if len(self._runs) > KEPT_TENANTS:
             self._runs.popitem(last=False)
