@@ -73,7 +73,9 @@ def turns(trace: Trace, model: LoadedModel) -> list[Turn]:
     found: list[Turn] = []
     for at, message in enumerate(trace.messages):
         if message.role == "assistant" and at:
-            chat = api.ChatInput(messages=trace.messages[:at], tools=trace.tools)
+            # Recorded answers owe nothing to a grammar: they are not constrained.
+            free = api.ToolChoice(mode="none")
+            chat = api.ChatInput(messages=trace.messages[:at], tools=trace.tools, tool_choice=free)
             answer = tuple(model.tokenizer.encode(written(message)))
             found.append(Turn(trace, len(found), chat, model.prompts.encode(chat), answer))
     return found
