@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from magnitude_engine.config import PAGE_TOKENS, EngineConfig, default_data_dir
+from magnitude_engine.config import PAGE_TOKENS, EngineConfig, cache_folder
 from magnitude_engine.kv.blocks import CacheIdentity
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.disk import DiskOptions, DiskTier
+from magnitude_engine.kv.disk.folder import LOCK_WAIT_S
 from magnitude_engine.kv.manager import CacheManager
 from magnitude_engine.kv.tiers import Tiers
 from magnitude_engine.model.batch import KeyValueCache
@@ -18,7 +18,6 @@ MIB = 1024 * 1024
 # A million tokens; more would only slow the page accounts down.
 MAX_PAGES = 1 << 16
 # A worker that was killed or told to stop holds the folder for a moment; its successor must not fail for that.
-LOCK_WAIT_S = 3.0
 
 
 def open_cache(
@@ -56,7 +55,7 @@ def _open_tiers(model: LoadedModel, config: EngineConfig, block: int) -> Tiers:
     ).digest()
     disk = None
     if config.kv_disk_mb:
-        folder = Path(config.kv_dir) if config.kv_dir else default_data_dir() / "kv" / "default"
+        folder = cache_folder(config)
         options = DiskOptions(lock_wait_s=LOCK_WAIT_S)
         disk = DiskTier.open(folder, identity, block, config.kv_disk_mb * MIB, options)
     return Tiers(identity, config.kv_host_mb * MIB, disk, block)

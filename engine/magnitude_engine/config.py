@@ -120,6 +120,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"model must be a name or a path, not {self.model!r}", param="model")
 
 
+def cache_folder(config: EngineConfig) -> Path:
+    """Returns the folder of the disk tier."""
+    return Path(config.kv_dir) if config.kv_dir else default_data_dir() / "kv" / "default"
+
+
 def default_data_dir() -> Path:
     """Returns MAGNITUDE_DATA_DIR, else `magnitude` under the user's XDG data folder."""
     explicit = os.environ.get("MAGNITUDE_DATA_DIR")

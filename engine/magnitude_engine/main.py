@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from magnitude_engine import api
-from magnitude_engine.config import EngineConfig
+from magnitude_engine.config import EngineConfig, cache_folder
 from magnitude_engine.errors import ConfigError, ModelError
+from magnitude_engine.kv.disk.folder import LOCK_WAIT_S, BlockFolder, SystemFiles
 from magnitude_engine.telemetry import worker_log
 from magnitude_engine.watchdog import WatchLimits, watch
 
@@ -85,6 +86,9 @@ def work(config: EngineConfig, path: Path, grace_s: float) -> int:
     Raises:
         ConfigError, ModelError: it cannot be served.
     """
+    if config.kv_disk_mb and config.optimization_level != "off":
+        # A folder in use is known at once, and a model takes long to load.
+        BlockFolder(cache_folder(config), b"", SystemFiles(), LOCK_WAIT_S).close()
     # Torch and the model code take a second to import: the watchdog and a wrong setting must not wait for them.
     from magnitude_engine.engine import Engine
     from magnitude_engine.model.loader import load_model

@@ -14,6 +14,7 @@ import torch
 from magnitude_engine import api
 from magnitude_engine.engine import Engine
 from magnitude_engine.errors import ConfigError
+from magnitude_engine.kv.disk.folder import BlockFolder, SystemFiles
 from magnitude_engine.main import Ready, main, read_config, serve
 from magnitude_engine.model.loader import LoadedModel
 from testkit.engine import engine_config, generate, spoiled
@@ -44,6 +45,20 @@ def test_wrong_settings_say_what_is_wrong(text: str, words: str, capsys: pytest.
     assert main(["--config", text, "--socket", "unused.sock"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("magnitude worker: --config: ")
+
+
+def test_a_cache_folder_in_use_is_told_before_the_model_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("magnitude_engine.main.LOCK_WAIT_S", 0.0)
+    config = engine_config(model_path="no such model", kv_disk_mb=1, kv_dir=str(tmp_path / "kv"))
+    owner = BlockFolder(tmp_path / "kv", b"", SystemFiles())
+    arguments = ["--config", msgspec.json.encode(config).decode(), "--socket", str(tmp_path / "w.sock")]
+    assert main(arguments) == 2
+    assert "uses the cache folder" in capsys.readouterr().err
+    owner.close()
+    assert main(arguments) == 2
+    assert "no model at" in capsys.readouterr().err
 
 
 async def listening(task: asyncio.Task[int], socket: Path) -> None:

@@ -261,7 +261,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
     refused = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert refused.stdout.startswith(f"kv_dir another process (pid {os.getpid()}) uses the cache folder {tmp_path}: ")
     assert "another folder" in refused.stdout
-    assert "kv_disk_mb 0" in refused.stdout
+    assert "--kv-disk-mb 0" in refused.stdout
     with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
         opened(tmp_path)
     tier.close()

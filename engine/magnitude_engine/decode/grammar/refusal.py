@@ -25,8 +25,10 @@ def refusal(answer: Compiled | Ended, param: str) -> RequestError:
             param=param,
         )
     # The last form allows most: what it lacks is what stands in the way.
-    problem = " ".join(answer.errors[-1].split())[:_CHARACTERS] if answer.errors else "unknown reason"
-    if "regex parse error" in problem or "Regex" in problem:
+    problem = _plain(answer.errors[-1]) if answer.errors else "unknown reason"
+    if "NoExtensionBias" in problem or "Too many items" in problem:
+        problem = "it refers to itself without an end ($ref)"
+    elif "regex parse error" in problem or "Regex" in problem:
         problem = f"pattern: {problem}"
     elif problem.startswith("lexer error"):
         problem = f"its pattern or its counts are too complex to follow ({problem})"
@@ -34,6 +36,11 @@ def refusal(answer: Compiled | Ended, param: str) -> RequestError:
         return RequestError(f"{param} allows no answer: {problem}", param=param)
     kind = RequestError if _WRONG in problem else FeatureUnsupported
     return kind(f"{param} cannot be used: {problem}; change or remove it", param=param)
+
+
+def _plain(error: str) -> str:
+    """Returns what the library says, without its notes to itself."""
+    return " ".join(error.replace("<non-verbose/>", "").split())[:_CHARACTERS]
 
 
 def unenforced(warnings: tuple[str, ...]) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ from magnitude_engine.telemetry import worker_log
 
 LAYOUT_VERSION = "1"
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+# An owner that is being stopped needs a moment.
+LOCK_WAIT_S = 3.0
 _LOCK_CHECK_S = 0.05
 
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
@@ -129,8 +131,8 @@ class BlockFolder:
             self._lock = _locked(root, lock_wait_s)
         except OSError as problem:
             raise ConfigError(
-                f"the cache folder {root} cannot be used: {problem}; choose another folder, or switch the disk tier "
-                "off with kv_disk_mb 0",
+                f"the cache folder {root} cannot be used: {problem}; choose another folder (--kv-dir), or switch "
+                "the disk tier off (--kv-disk-mb 0)",
                 param="kv_dir",
             ) from problem
         try:
@@ -250,8 +252,8 @@ def _locked(root: Path, wait_s: float) -> int:
         owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
         os.close(lock)
         raise ConfigError(
-            f"another process (pid {owner or 'unknown'}) uses the cache folder {root}: give this one another folder, "
-            "or switch its disk tier off with kv_disk_mb 0",
+            f"another process (pid {owner or 'unknown'}) uses the cache folder {root}: give this one another folder "
+            "(--kv-dir), or switch its disk tier off (--kv-disk-mb 0)",
             param="kv_dir",
         ) from None
     except OSError:
