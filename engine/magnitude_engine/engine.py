@@ -121,14 +121,18 @@ class Engine:
         self._inbox.post(Question(answer))
 
     def status(self) -> api.Status:
-        """Returns the present state; `pages_free` counts retained pages too, since they are given up on demand."""
+        """Returns the present state.
+
+        `pages_free` counts what is given up on demand, too: retained pages and those held for prefill ahead.
+        """
         stepper = self._stepper
+        ahead = stepper.manager.held_by(stepper.ahead.queue.leases())
         return api.Status(
             incarnation=self.incarnation,
             steps=stepper.steps,
             running=stepper.running,
             waiting=stepper.waiting + self._inbox.waiting,
-            pages_free=stepper.manager.available,
+            pages_free=stepper.manager.available + ahead,
             pages_total=stepper.manager.total,
             counters=stepper.telemetry.values("counter"),
             gauges=stepper.telemetry.values("gauge"),

@@ -132,6 +132,10 @@ class WarmQueue:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def leases(self) -> list[Lease]:
+        """Returns the leases of all tasks; any thread may ask."""
+        return [task.lease for task in list(self._tasks.values()) if task.lease is not None]
+
     @property
     def holding(self) -> bool:
         """Whether any task holds pages."""

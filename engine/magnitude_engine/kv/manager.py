@@ -15,12 +15,11 @@ one is committed, others still find the tokens that were retained. Tenants never
 own, and pages that change tenants are zeroed before use.
 
 A lease that holds a retained page holds all pages before it in the tree too, so that the retained pages which
-nobody leases can all be evicted, from the leaves up. Which leaf goes is for `retention.py` to choose. An evicted
-full page is spilled to the lower tiers (`tiers.py`) unless they have it; a sequence that needs it again gets it from
-there into a new page.
+nobody leases can all be evicted, from the leaves up; `retention.py` chooses. An evicted full page is spilled to the
+lower tiers (`tiers.py`) unless they have it, and comes back from there into a new page.
 
-Not thread-safe: the engine's thread owns it. `take_ops` returns the copies and zeroings that must be applied to
-the tensors before the next forward pass, in order.
+Not thread-safe: the engine's thread owns it. `take_ops` returns what must be done to the tensors before the next
+forward pass, in order.
 """
 
 from __future__ import annotations
@@ -102,6 +101,10 @@ class CacheManager:
         """Retained pages that may have to be written to a lower tier yet."""
         return len(self._unsaved)
 
+    def held_by(self, leases: Iterable[Lease]) -> int:
+        """Returns how many pages are available when all these leases end; any thread may ask."""
+        return self._pool.held_by(lease.pages for lease in leases)
+
     def recoverable(self, lease: Lease) -> int:
         """Returns how many pages become available when `lease` ends."""
         return sum(1 for page in lease.pages if self._pool.leases(page) == 1)
@@ -137,9 +140,8 @@ class CacheManager:
     def acquire(self, key: CacheKey, ids: Sequence[int], fetched: Mapping[bytes, Payload] = NOTHING) -> Lease:
         """Returns a lease on the longest prefix of `ids` retained for the tenant, at most len(ids) - 1 tokens.
 
-        Full pages are shared; where they end, the lower tiers are asked for more: those in host memory, and
-        `fetched` ones by digest. A partial page is written on where all of it matches and nobody else does so, and
-        copied otherwise.
+        Full pages are shared; where they end, host memory and `fetched` (by digest) are asked for more. A partial page
+        is written on where all of it matches and nobody else does so, and copied otherwise.
         """
         lease = Lease(key)
         self._leases.add(lease)
@@ -280,9 +282,8 @@ class CacheManager:
         """Ends all leases and drops everything retained; all pages are zeroed before their next use."""
         self._pool = PagePool(self._pool.total, dirty=True)
         self._tree = RadixTree(self._tiers.identity, self._clock)
-        self._leases.clear()
-        self._ops.clear()
-        self._unsaved.clear()
+        for held in (self._leases, self._ops, self._unsaved):
+            held.clear()
 
     def take_ops(self) -> list[CacheOp]:
         """Returns the page operations due before the next forward pass, and forgets them."""

@@ -13,7 +13,8 @@ Only numbers live here; `tensors.py` does what the returned operations say to th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from magnitude_engine.errors import EngineError
@@ -94,6 +95,11 @@ class PagePool:
     def leases(self, page: int) -> int:
         """Returns how many leases hold `page`."""
         return self._leases[page]
+
+    def held_by(self, shares: Iterable[Sequence[int]]) -> int:
+        """Returns how many pages nobody leases but these leases; any thread may ask."""
+        counts = Counter(page for pages in shares for page in list(pages))
+        return sum(1 for page, count in counts.items() if self._leases[page] == count)
 
     def holders(self, page: int) -> int:
         """Returns how many leases, and the tree, hold `page`."""

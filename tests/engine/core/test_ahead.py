@@ -263,3 +263,13 @@ def test_whoever_waits_for_a_registration_is_told_however_it_ends(model: LoadedM
     assert told == ["first"]
     engine.close()
     assert told == ["first", "second"]
+
+
+def test_pages_held_for_what_comes_next_count_as_free(model: LoadedModel) -> None:
+    engine = new_engine(model)
+    first_step(engine, model)
+    first_step(engine, model, session="another")
+    settle(engine)
+    assert len(engine._stepper.ahead.queue.leases()) == 2
+    assert engine._stepper.manager.available < 96
+    assert engine.status().pages_free == 96
