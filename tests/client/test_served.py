@@ -129,7 +129,7 @@ async def test_an_agent_runs_on_a_real_model(server: Server) -> None:
 
 @pytest.mark.slow
 async def test_a_stream_and_a_whole_answer_of_a_real_model_are_the_same(server: Server) -> None:
-    # `packed` decides near ties otherwise where a prompt is cached or tokens are verified together: both are computed alike.
+    # `packed` may decide near ties otherwise where a prompt is cached or drafted: both answers are computed alike.
     plain = AgentRuntimeConfig(speculative_decoding_enabled=False, enable_predictive_caching=False)
     async with MagnitudeClient(server.base_url, config=plain) as client:
         await client.generate_optimized(prompt="Name a colour.", temperature=1.0, seed=5, max_tokens=16)
