@@ -12,8 +12,8 @@ from testkit.serve import Server, lend_model, serving
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`magnitude serve` with SmolLM2 and the embedded store."""
+    """`magnitude serve` with SmolLM2 and the embedded store; exact, so that two answers can be compared."""
     folder = tmp_path_factory.mktemp("peers")
     lend_model(folder / "data", smollm2_path())
-    with serving(folder) as running:
+    with serving(folder, "--profile", "reference") as running:
         yield running
