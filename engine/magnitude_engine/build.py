@@ -17,7 +17,6 @@ from magnitude_engine.model.loader import LoadedModel
 MIB = 1024 * 1024
 # A million tokens; more would only slow the page accounts down.
 MAX_PAGES = 1 << 16
-# A worker that was killed or told to stop holds the folder for a moment; its successor must not fail for that.
 
 
 def open_cache(

@@ -15,7 +15,7 @@ from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.fairness import RunKey, Service
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import pages_for
-from magnitude_engine.kv.tiers import Fetch
+from magnitude_engine.kv.tiers import Fetch, reading
 from magnitude_engine.prefixes import Prefixes
 from magnitude_engine.request import Sequence
 from magnitude_engine.scheduler import (
@@ -89,7 +89,7 @@ class Seats:
     @property
     def reading(self) -> bool:
         """Whether anything waits for blocks to be read."""
-        return any(p.fetch is not None and not p.fetch.done for p in self._places.values())
+        return any(reading(p.fetch) for p in self._places.values())
 
     @property
     def short(self) -> bool:
@@ -189,7 +189,7 @@ class Seats:
         if not self.waiting or sum(s.width for s in self.running) >= seats:
             return ()
         now = self._clock()
-        return tuple(self._waiting_view(s, now) for s in self.waiting if not _reading(self._places[s.order]))
+        return tuple(self._waiting_view(s, now) for s in self.waiting if not reading(self._places[s.order].fetch))
 
     def _seat_view(self, sequence: Sequence) -> Running:
         limit = sequence.prepared.generate.preferences.max_batch_size
@@ -264,7 +264,7 @@ class Seats:
         now = self._clock()
         for sequence in self.waiting:
             place = self._places[sequence.order]
-            if _reading(place) and now - place.asked > MAX_READ_S:
+            if reading(place.fetch) and now - place.asked > MAX_READ_S:
                 _stop_reading(place)
         for sequence in self.waiting[:READ_AHEAD]:
             self._must_read(sequence)
@@ -275,16 +275,12 @@ class Seats:
         if not place.tried:
             place.fetch = self.fetch(place.run.tenant, sequence.tokens)
             place.tried, place.asked = True, self._clock()
-        return _reading(place)
-
-
-def _reading(place: Place) -> bool:
-    return place.fetch is not None and not place.fetch.done
+        return reading(place.fetch)
 
 
 def _stop_reading(place: Place) -> None:
     if place.fetch is not None:
-        place.fetch.ticket.cancel()
+        place.fetch.cancel()
         place.fetch = None
 
 

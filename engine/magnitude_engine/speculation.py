@@ -125,8 +125,10 @@ class Speculation:
 
     def _corpus(self, tenant: str) -> RunCorpus:
         """Returns a tenant's past runs."""
-        corpus = self._runs.setdefault(tenant, RunCorpus(RUNS))
-        self._runs.move_to_end(tenant)
+        corpus = self._runs.pop(tenant, None)
+        if corpus is None:
+            corpus = RunCorpus(RUNS)
+        self._runs[tenant] = corpus
         if len(self._runs) > KEPT_TENANTS:
             self._runs.popitem(last=False)
         return corpus

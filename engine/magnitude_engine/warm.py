@@ -19,7 +19,7 @@ from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.radix import common_prefix
 from magnitude_engine.kv.retention import SessionKey
-from magnitude_engine.kv.tiers import Fetch
+from magnitude_engine.kv.tiers import Fetch, reading
 from magnitude_engine.scheduler import Warm, plan_warm
 
 # Few enough rows that a request which comes meanwhile is not kept waiting.
@@ -144,7 +144,7 @@ class WarmQueue:
     @property
     def reading(self) -> bool:
         """Whether blocks are being read for a task."""
-        return any(_reading(task) for task in self._tasks.values())
+        return any(reading(task.fetch) for task in self._tasks.values())
 
     def ask(self, ask: WarmAsk, now: float) -> None:
         """Takes a prefix in; it replaces what was asked for the session before."""
@@ -173,7 +173,7 @@ class WarmQueue:
             if now > task.until:
                 self._judge(task, ())
                 self.end(task)
-        views = [task.view for task in self._tasks.values() if not _reading(task)]
+        views = [task.view for task in self._tasks.values() if not reading(task.fetch)]
         share = plan_warm(0, views, self._cache.manager.available, CHUNK)
         return None if share is None else WarmShare(self._tasks[share.name], share.rows)
 
@@ -187,7 +187,7 @@ class WarmQueue:
         """Gives a task its lease; None while its blocks are read from disk (`fetch` begins that)."""
         if task.lease is None and not task.tried:
             task.fetch, task.tried = fetch(task.ask.owner.tenant, task.ask.ids), True
-        if task.lease is None and not _reading(task):
+        if task.lease is None and not reading(task.fetch):
             task.lease = self._cache.acquire(CacheKey(*task.ask.owner), task.ask.ids, task.fetch)
             task.fetch = None
         return task.lease
@@ -253,9 +253,5 @@ class WarmQueue:
         if task.lease is not None:
             self._cache.manager.commit(task.lease, task.ask.ids)
         if task.fetch is not None:
-            task.fetch.ticket.cancel()
+            task.fetch.cancel()
         task.lease, task.fetch, task.tried = None, None, False
-
-
-def _reading(task: WarmTask) -> bool:
-    return task.fetch is not None and not task.fetch.done

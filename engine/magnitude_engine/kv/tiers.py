@@ -95,10 +95,19 @@ class Fetch:
         """Whether nothing more will come."""
         return self.ticket.done
 
+    def cancel(self) -> None:
+        """Reads no more of them."""
+        self.ticket.cancel()
+
     def payloads(self) -> Mapping[bytes, Payload]:
         """Returns what was read and verified, by digest."""
         pairs = zip(self.names, self.ticket.payloads, strict=False)
         return {name.key: payload for name, payload in pairs if payload is not None}
+
+
+def reading(fetch: Fetch | None) -> bool:
+    """Returns whether blocks are on their way."""
+    return fetch is not None and not fetch.done
 
 
 class Tiers:
@@ -152,8 +161,10 @@ class Tiers:
         `ready` is called on another thread when all were read. None where there is nothing to read, or where
         computing the tokens, at `prefill_rate` tokens/s, is quicker than reading their blocks.
         """
+        if self._disk is None:
+            return None
         wanted = self._on_disk(names)
-        if self._disk is None or not wanted:
+        if not wanted:
             return None
         rate = self._disk.read_rate
         tokens = sum(len(name.ids) for name in wanted)

@@ -31,7 +31,7 @@ from magnitude_engine.telemetry import worker_log
 
 LAYOUT_VERSION = "1"
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-# An owner that is being stopped needs a moment.
+# A worker that was killed or told to stop holds the folder for a moment; its successor must not fail for that.
 LOCK_WAIT_S = 3.0
 _LOCK_CHECK_S = 0.05
 
