@@ -7,6 +7,7 @@ whatever stands beside it, `KernelPointwise` takes the kernels of `norm_rope_wri
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,8 +83,30 @@ def plain_placing(batch: StepBatch, rotary: Rotary, config: LlamaConfig) -> Plac
     return place
 
 
+class TorchPointwise(ABC):
+    """What the forms by torch's own operations have in common."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the normalised rows."""
+
+    def add_norm(
+        self, h: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Adds `x` to the stream `h` in place, and returns its norm in `dtype`."""
+        if x is not None:
+            h += x
+        return self.norm(h, weight).to(dtype)
+
+    def placing(self, batch: StepBatch, rotary: Rotary, config: LlamaConfig) -> Placing:
+        """Returns how this step's queries, keys and values are turned and written."""
+        return plain_placing(batch, rotary, config)
+
+
 @dataclass(frozen=True, slots=True)
-class FastPointwise:
+class FastPointwise(TorchPointwise):
     """As few operations as there can be: at one row, each costs more to start than to run.
 
     With n columns, sqrt(mean(h²) + epsilon) is hypot(|h|, floor) / sqrt(n), where floor = sqrt(n * epsilon);
@@ -105,18 +128,6 @@ class FastPointwise:
         """Returns the normalised rows."""
         length = torch.hypot(torch.linalg.vector_norm(h, dim=-1, keepdim=True), self.floor)
         return h.div(length).mul_(weight)
-
-    def add_norm(
-        self, h: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Adds `x` to the stream `h` in place, and returns its norm in `dtype`."""
-        if x is not None:
-            h += x
-        return self.norm(h, weight).to(dtype)
-
-    def placing(self, batch: StepBatch, rotary: Rotary, config: LlamaConfig) -> Placing:
-        """Returns how this step's queries, keys and values are turned and written."""
-        return plain_placing(batch, rotary, config)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Returns the gated rows."""
@@ -156,7 +167,7 @@ class KernelPointwise:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedPointwise:
+class FixedPointwise(TorchPointwise):
     """Fixed shapes, so that a row's bits depend on nothing beside it.
 
     Vector code and the scalar code of its remainders round exponentials differently; where a remainder falls
@@ -176,18 +187,6 @@ class FixedPointwise:
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
 
         return in_tiles(tile, h) * weight
-
-    def add_norm(
-        self, h: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Adds `x` to the stream `h` in place, and returns its norm in `dtype`."""
-        if x is not None:
-            h += x
-        return self.norm(h, weight).to(dtype)
-
-    def placing(self, batch: StepBatch, rotary: Rotary, config: LlamaConfig) -> Placing:
-        """Returns how this step's queries, keys and values are turned and written."""
-        return plain_placing(batch, rotary, config)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Returns the gated rows."""
