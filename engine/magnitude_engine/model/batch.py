@@ -6,6 +6,12 @@ while verifying. Rows of one sequence stand together, in the order of their cach
     sequence 0          sequence 1      sequence 2
     |-- 4 rows --|      |- 1 row -|     |---- 256 rows ----|
     position 96..99     position 512    position 0..255
+
+The nodes of a draft tree take the slots behind the known tokens in their own order; a node's position is that of its
+depth, and it sees the known tokens and the nodes above it:
+
+    slot       96 (known)   97   98   99        parents of the last three rows (-1, -1, 0)
+    position   96           97   97   98
 """
 
 from __future__ import annotations
@@ -38,12 +44,15 @@ class SequenceRows:
         context: tokens in the cache after this step (those computed now included).
         pages: page ids holding positions 0..context, `PAGE_TOKENS` each; the first cached pages may be shared
             with other sequences, the pages that this step writes never are.
+        parents: the last rows are the nodes of a draft tree: for each the index among them of the node above, -1
+            for the row before them; empty where every row sees all slots up to its own.
     """
 
     start: int
     count: int
     context: int
     pages: tuple[int, ...]
+    parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

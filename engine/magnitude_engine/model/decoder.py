@@ -9,6 +9,7 @@ residual stream is float32 in every profile; a lane's dtype is that of its matri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -97,15 +98,19 @@ class Decoder:
     pointwise: Pointwise
     attention: Attention
 
-    def forward(self, batch: StepBatch, cache: KeyValueCache) -> StepOutput:
-        """Writes the step's keys and values into `cache` and returns the wanted rows' logits."""
+    def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
+        """Writes the step's keys and values into `cache` and returns the wanted rows' logits.
+
+        `layers` names the layers that are computed, in order: all by default, fewer for a cheap guess.
+        """
         lane = self.lanes.layers(batch.ids.shape[0])
         plan = self.attention.plan(batch, cache.keys[0].dtype)
         place = self.pointwise.placing(batch, self.rotary, self.config)
         h = self.embedding(batch.ids)
         added: torch.Tensor | None = None
-        layers = zip(lane.layers, self.norms, cache.keys, cache.values, strict=True)
-        for linears, norms, keys, values in layers:
+        for index in range(self.config.layers) if layers is None else layers:
+            linears, norms = lane.layers[index], self.norms[index]
+            keys, values = cache.keys[index], cache.values[index]
             qkv = linears.qkv(self.pointwise.add_norm(h, added, norms.attention, lane.dtype))
             attended = self.attention(place(qkv, keys, values), keys, values, plan)
             out = linears.out(attended.to(lane.dtype))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -224,11 +224,11 @@ class GraphRunner(Runner):
             self._capture(self._always, Shape(rows, self._most.pages), cache)
         return cache
 
-    def forward(self, batch: StepBatch, cache: KeyValueCache) -> StepOutput:
+    def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
         """Computes one step, by a graph where one holds it."""
-        wanted = shape_of(batch, self._most) if cache is self._cache else None
+        wanted = shape_of(batch, self._most) if cache is self._cache and layers is None else None
         if wanted is None:
-            return super().forward(batch, cache)
+            return super().forward(batch, cache, layers)
         self._seen[wanted] += 1
         graphs = self._always | self._chosen
         shape = fitting(wanted, graphs)

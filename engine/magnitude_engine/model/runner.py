@@ -8,7 +8,7 @@ native      the checkpoint's dtype               the same     GPU (or CPU)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -63,10 +63,13 @@ class Runner:
         """Returns zeroed keys and values for `pages` pages of `PAGE_TOKENS` tokens."""
         return KeyValueCache.allocate(self.shape, pages, PAGE_TOKENS, self.cache_dtype, self.device)
 
-    def forward(self, batch: StepBatch, cache: KeyValueCache) -> StepOutput:
-        """Computes one step: writes its keys and values, returns the wanted rows' logits."""
+    def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
+        """Computes one step: writes its keys and values, returns the wanted rows' logits.
+
+        `layers` names the layers that are computed (all by default); with fewer the logits are only a guess.
+        """
         with torch.inference_mode():
-            return self._decoder.forward(batch, cache)
+            return self._decoder.forward(batch, cache, layers)
 
     def recapture(self) -> bool:
         """To be called between steps while nothing waits, until it returns False: prepares for steps like the last."""
