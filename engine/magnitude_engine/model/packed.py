@@ -1,0 +1,260 @@
+"""The packed profile on a CPU: weights stay in 4 or 8 bits, and a whole step is one call of compiled code.
+
+The rows of a step have the same bits whatever is computed beside them (`magnitude_kernels.cpu`), so here too an answer
+does not depend on batching, caching, chunks or drafts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from magnitude_engine.config import PAGE_TOKENS
+from magnitude_engine.errors import ModelUnsupported
+from magnitude_engine.model.batch import KeyValueCache, SequenceRows, StepBatch, StepOutput
+from magnitude_engine.model.decoder import Embedding
+from magnitude_engine.model.gguf import Blocks
+from magnitude_engine.model.pointwise import Rotary
+from magnitude_engine.model.weights import Checkpoint, LayerWeights, LlamaConfig, Matrix
+from magnitude_kernels.cpu import attend, forward, product
+from magnitude_kernels.cpu.threads import Team
+
+# In small steps fewer rows attend together, so that there is work for every thread.
+_SMALL_STEP, _SMALL_TILE = 64, 16
+_NO_SLOTS_OF_ITS_OWN = 1 << 40
+
+
+class Packed(NamedTuple):
+    """A matrix in the layout of `magnitude_kernels.cpu.product`.
+
+    Attributes:
+        kind: bits of a code.
+        codes: bytes.
+        scales: float16, empty for 16 bits.
+        blocks: of 16 outputs.
+    """
+
+    kind: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    blocks: int
+
+    def row(self) -> tuple[int, int, int, int]:
+        """Returns its row in the table of weights."""
+        return self.kind, self.codes.data_ptr(), self.scales.data_ptr(), self.blocks
+
+
+def pack(matrix: Matrix) -> Packed:
+    """Packs a matrix [outputs, inputs]; outputs are filled up to whole blocks with zeros.
+
+    4- and 8-bit blocks keep their values as far as float16 holds scales and minima, others are rounded to bfloat16.
+
+    Raises:
+        ModelUnsupported: the number of inputs is not a multiple of 32.
+    """
+    outputs, inputs = matrix.codes.shape if isinstance(matrix, Blocks) else matrix.shape
+    if inputs % product.GROUP:
+        raise ModelUnsupported(
+            f"a matrix has {inputs} inputs and the packed profile takes multiples of {product.GROUP}; "
+            "start with --profile reference or native"
+        )
+    missing = -outputs % product.OUTPUTS
+    blocks = (outputs + missing) // product.OUTPUTS
+
+    def by_block(values: torch.Tensor) -> torch.Tensor:
+        """Returns [outputs, n] as [blocks, n, 16]."""
+        padded = torch.nn.functional.pad(values, (0, 0, 0, missing))
+        return padded.view(blocks, product.OUTPUTS, -1).transpose(1, 2)
+
+    if not isinstance(matrix, Blocks):
+        return Packed(product.BFLOAT16, by_block(matrix.bfloat16()).contiguous(), torch.empty(0), blocks)
+    if matrix.bits == product.EIGHT_BITS:
+        codes, minimum = by_block(matrix.codes).contiguous(), matrix.minimum
+    else:
+        unsigned = by_block((matrix.codes + 8).to(torch.uint8))
+        codes = (unsigned[..., :8] | (unsigned[..., 8:] << 4)).contiguous()
+        minimum = matrix.minimum - 8 * matrix.scale
+    scales = torch.stack([by_block(matrix.scale), by_block(minimum)], 2).half().contiguous()
+    return Packed(matrix.bits, codes, scales, blocks)
+
+
+class Arranged(NamedTuple):
+    """The sequences of a step as `forward.Step` takes them."""
+
+    slots: forward.Indices
+    tiles: forward.Indices
+    own: forward.Indices
+
+
+def arrange(batch: StepBatch) -> Arranged:
+    """Returns which rows attend together, and to which slots."""
+    positions = batch.positions.numpy()
+    tile = forward.TILE if len(positions) > _SMALL_STEP else _SMALL_TILE
+    own = np.full((len(positions), 2), [_NO_SLOTS_OF_ITS_OWN, 0], np.int64)
+    slots: list[forward.Indices] = []
+    tiles: list[tuple[int, ...]] = []
+    begin = 0
+    for sequence in batch.sequences:
+        known, end = sequence.context - len(sequence.parents), sequence.start + sequence.count
+        slots.append(_slots(sequence.pages, known))
+        for first in range(sequence.start, end, tile):
+            count = min(tile, end - first)
+            tiles.append((first, count, begin, known, int(positions[first : first + count].max())))
+        begin += known
+        for row, path in _paths(sequence, known):
+            own[row] = known // attend.BLOCK * attend.BLOCK, begin
+            slots.append(path)
+            begin += len(path)
+    return Arranged(np.concatenate(slots), np.array(tiles, np.int64), own)
+
+
+def _slots(pages: Sequence[int], tokens: int) -> forward.Indices:
+    """Returns the slot of each position."""
+    table = np.array(pages[: -(-tokens // PAGE_TOKENS)], np.int64)
+    return (table[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[:tokens]
+
+
+def _paths(sequence: SequenceRows, known: int) -> Iterator[tuple[int, forward.Indices]]:
+    """Yields the rows of a draft tree with the slots of all that they see from the last whole block on."""
+    slots = _slots(sequence.pages, sequence.context)
+    shared, nodes = slots[known // attend.BLOCK * attend.BLOCK : known], slots[known:]
+    first = sequence.start + sequence.count - len(sequence.parents)
+    paths: list[list[int]] = []
+    for node, parent in enumerate(sequence.parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), node])
+        yield first + node, np.concatenate([shared, nodes[paths[node]]])
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Buffers that grow with the largest step."""
+
+    kept: dict[str, forward.Floats] = field(default_factory=dict)
+
+    def take(self, name: str, *size: int) -> forward.Floats:
+        """Returns memory of this size, with whatever stands in it."""
+        needed = int(np.prod(size))
+        kept = self.kept.get(name)
+        if kept is None or kept.size < needed:
+            kept = self.kept[name] = np.zeros(needed, np.float32)
+        return kept[:needed].reshape(size)
+
+
+class PackedDecoder:
+    """A model whose steps are computed by compiled code.
+
+    Attributes:
+        config: the model's sizes.
+        description: how it multiplies, in words.
+        cache_dtype: of keys and values.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, model: forward.Model, matrices: Sequence[Packed], embedding: Embedding
+    ) -> None:
+        """`matrices` are those that the model's table points to."""
+        self.config = config
+        self.description = "packed weights, compiled"
+        self.cache_dtype = torch.bfloat16
+        self._model = model
+        self._matrices = tuple(matrices)
+        self._embedding = embedding
+        self._memory = _Memory()
+        self._team = Team(torch.get_num_threads())
+        weakref.finalize(self, self._team.close)
+
+    def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
+        """Writes the step's keys and values into `cache` and returns the wanted rows' logits."""
+        wanted = batch.logit_rows.shape[0]
+        vocab = -(-self.config.vocab // product.OUTPUTS) * product.OUTPUTS
+        # What is returned outlives the next step, unlike the memory in between.
+        logits, hidden = torch.empty(wanted, vocab), torch.empty(wanted, self.config.hidden)
+        step = self._step(batch, cache, range(self.config.layers) if layers is None else layers)
+        space = self._space(step, hidden.numpy(), logits.numpy())
+        threads = self._team.size
+        self._team.run(lambda thread: forward.run_step(self._model, step, space, thread, threads))
+        return StepOutput(logits[:, : self.config.vocab], hidden)
+
+    def _step(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int]) -> forward.Step:
+        arranged = arrange(batch)
+        first, size = cache.pages.data_ptr(), cache.pages.stride(0) * cache.pages.element_size()
+        places = first + np.arange(2 * self.config.layers, dtype=np.int64) * size
+        return forward.Step(
+            layers=np.array(layers, np.int64),
+            keys=places[0::2].copy(),
+            values=places[1::2].copy(),
+            h=self._embedding(batch.ids).contiguous().numpy(),
+            positions=batch.positions.numpy(),
+            slots=batch.slots.numpy(),
+            sequence_slots=arranged.slots,
+            tiles=arranged.tiles,
+            own=arranged.own,
+            wanted=batch.logit_rows.numpy(),
+        )
+
+    def _space(self, step: forward.Step, hidden: forward.Floats, logits: forward.Floats) -> forward.Space:
+        c, rows, threads = self.config, step.h.shape[0], self._team.size
+        state = attend.STATE + c.head_dim
+        parts = int(step.tiles[:, 4].max()) // attend.PART + 1 if rows <= forward.SPLIT_ROWS else 1
+        outputs = self._model.weights[0, :, 3] * product.OUTPUTS
+        residual = int(outputs[forward.DOWN])
+        widest = max(int(outputs[: forward.OUT].sum()), 3 * int(outputs[forward.GATE]), residual)
+        take = self._memory.take
+        return forward.Space(
+            counters=np.zeros(1 + (len(step.layers) + 1) * forward.COUNTERS, np.int64),
+            x=take("x", rows, max(residual, c.heads * c.head_dim)),
+            y=take("y", rows, widest),
+            states=take("states", rows if parts > 1 else 1, parts, c.heads, state),
+            blocks=take("blocks", threads, 2, attend.BLOCK * c.head_dim),
+            totals=take("totals", threads, 2, forward.TILE, c.heads // c.kv_heads, state),
+            scores=take("scores", threads, 3 * attend.BLOCK),
+            padded=np.zeros((threads, attend.BLOCK), np.int64),
+            hidden=hidden,
+            logits=logits,
+        )
+
+
+def packed_decoder(
+    checkpoint: Checkpoint, layer: Callable[[int], LayerWeights], rotary: Rotary, embedding: Embedding
+) -> PackedDecoder:
+    """Packs a model; `layer` returns the weights of a layer.
+
+    Raises:
+        ModelUnsupported: sizes that the compiled code does not take.
+    """
+    c = checkpoint.config
+    if c.head_dim % 8:
+        raise ModelUnsupported(
+            f"heads have {c.head_dim} dimensions and the packed profile takes multiples of 8; "
+            "start with --profile reference or native"
+        )
+    matrices: list[Packed] = []
+    norms: list[torch.Tensor] = []
+    table = np.zeros((c.layers + 1, forward.MATRICES, 4), np.int64)
+    for index in range(c.layers):
+        w = layer(index)
+        norms += [w.attention_norm, w.ffn_norm]
+        for which, matrix in enumerate((w.q, w.k, w.v, w.out, w.gate, w.up, w.down)):
+            matrices.append(pack(matrix))
+            table[index, which] = matrices[-1].row()
+    head = checkpoint.head()
+    matrices.append(pack(checkpoint.embedding() if head is None else head))
+    table[c.layers, 0] = matrices[-1].row()
+    model = forward.Model(
+        weights=table,
+        norms=torch.stack([n.float() for n in (*norms, checkpoint.final_norm())]).contiguous().numpy(),
+        cosine=rotary.cosine.numpy(),
+        sine=rotary.sine.numpy(),
+        epsilon=c.epsilon,
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        hidden=c.hidden,
+        ffn=c.ffn,
+    )
+    return PackedDecoder(c, model, matrices, embedding)
