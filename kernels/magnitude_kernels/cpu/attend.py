@@ -46,14 +46,21 @@ def _write_turn(e: Emitter, base: Value, slots: Value, row_bytes: Value, out: Va
         e.store(row, e.at(out, n * BLOCK * 4))
 
 
-def _write_widen(e: Emitter, source: Value, target: Value, count: Value) -> None:
-    """Writes `count` bfloat16 as float32."""
+def _write_widen(e: Emitter, base: Value, slots: Value, row_bytes: Value, count: Value, size: Value, out: Value) -> None:
+    """Writes `size` bfloat16 of each of `count` slots as float32, one slot after the other."""
 
-    def body(at: Value, _: list[Value]) -> list[Value]:
-        e.store(e.widen_bfloat16(e.at(source, e.times(at, 2))), e.at(target, e.times(at, 4)))
+    def row(at: Value, _: list[Value]) -> list[Value]:
+        slot = e.load(e.at(slots, e.times(at, 8)), INT64)
+        source, target = e.at(base, e.times(slot, row_bytes)), e.at(out, e.times(e.times(at, size), 4))
+
+        def body(column: Value, _: list[Value]) -> list[Value]:
+            e.store(e.widen_bfloat16(e.at(source, e.times(column, 2))), e.at(target, e.times(column, 4)))
+            return []
+
+        e.loop(size, LANES, [], body)
         return []
 
-    e.loop(count, LANES, [], body)
+    e.loop(count, 1, [], row)
 
 
 def _score(queries: int) -> Callable[..., Any]:
@@ -164,7 +171,9 @@ def _write_finish(e: Emitter, state: Value, out: Value, size: Value) -> None:
     e.loop(size, LANES, [], body)
 
 
-_turn, _widen = written("aaaa", _write_turn), written("aaa", _write_widen)
+_turn, _widen = written("aaaa", _write_turn), written("aaaaaa", _write_widen)
+_index = written("a", lambda e, address: e.load(address, INT64), types.int64)
+_put_index = written("aa", lambda e, address, value: e.store(value, address))
 _score1, _score2, _score3 = _score(1), _score(2), _score(3)
 _weigh = written("aaa", _write_weigh, types.float32)
 _mix8, _mix4, _mix2, _mix1 = _mix(8), _mix(4), _mix(2), _mix(1)
@@ -172,25 +181,29 @@ merge, finish = written("aaa", _write_merge), written("aaa", _write_finish)
 
 
 @compiled
-def lay(keys: int, values: int, slots: Any, row_bytes: int, size: int, turned: int, wide: int, padded: Any) -> None:
+def lay(
+    keys: int, values: int, slots: int, count: int, row_bytes: int, size: int, turned: int, wide: int, padded: int
+) -> None:
     """Reads a block of one key head: keys turned to [size, BLOCK] float32, values to [BLOCK, size].
 
+    Every argument but the counts is an address.
+
     Args:
-        keys, values: addresses of the head in slot 0, bfloat16.
-        slots: int64, at most BLOCK; short blocks are filled with their last slot.
+        keys, values: of the head in slot 0, bfloat16.
+        slots, count: int64, at most BLOCK; short blocks are filled with their last slot.
         row_bytes: between slots.
-        turned, wide: addresses to write to.
+        turned, wide: where to write.
         padded: int64 [BLOCK], overwritten.
     """
-    count = slots.shape[0]
-    for n in range(BLOCK):
-        padded[n] = slots[min(n, count - 1)]
-    address = padded.ctypes.data
+    filled = slots
+    if count < BLOCK:
+        filled = padded
+        for n in range(BLOCK):
+            _put_index(padded + n * 8, _index(slots + min(n, count - 1) * 8))
     for tokens in range(0, BLOCK, LANES):
         for start in range(0, size, LANES):
-            _turn(keys + start * 2, address + tokens * 8, row_bytes, turned + (start * BLOCK + tokens) * 4)
-    for n in range(count):
-        _widen(values + slots[n] * row_bytes, wide + n * size * 4, size)
+            _turn(keys + start * 2, filled + tokens * 8, row_bytes, turned + (start * BLOCK + tokens) * 4)
+    _widen(values, slots, row_bytes, count, size, wide)
 
 
 @compiled

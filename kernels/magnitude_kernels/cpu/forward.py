@@ -257,55 +257,34 @@ def _part(model: Any, step: Any, layer: int, space: Any, tile: int, head: int, p
     """Fills the states of a tile's rows with one part of their context, for the queries of one key head."""
     first, count, begin = step.tiles[tile, 0], step.tiles[tile, 1], step.tiles[tile, 2]
     known, last = step.tiles[tile, 3], step.tiles[tile, 4]
+    size, group = model.head_dim, model.heads // model.kv_heads
+    row_bytes, state_bytes = model.kv_heads * size * 2, group * (attend.STATE + size) * 4
+    # What is called for every block gets numbers only: an array is many of them.
+    positions, own, slots = step.positions, step.own, step.sequence_slots.ctypes.data
+    keys, values = step.keys[layer] + head * size * 2, step.values[layer] + head * size * 2
+    turned, padded = space.blocks[thread].ctypes.data, space.padded[thread].ctypes.data
+    wide, scores = turned + attend.BLOCK * size * 4, space.scores[thread].ctypes.data
+    queries, query_row = space.y.ctypes.data + head * group * size * 4, space.y.strides[0]
     states = space.totals[thread, 0]
     states[:count] = 0
     states[:count, :, 0] = -np.inf
+    state = states.ctypes.data
     for start in range(part * attend.PART, min((part + 1) * attend.PART, last + 1), attend.BLOCK):
         laid = False
         for row in range(first, first + count):
-            if step.positions[row] < start:
+            seen = min(attend.BLOCK, positions[row] + 1 - start)
+            if seen <= 0:
                 continue
-            seen = min(attend.BLOCK, step.positions[row] + 1 - start)
-            if start >= step.own[row, 0]:
-                own = step.own[row, 1] + start - step.own[row, 0]
-                _lay(model, step, layer, space, head, step.sequence_slots[own : own + seen], thread)
+            if start >= own[row, 0]:
+                mine = slots + (own[row, 1] + start - own[row, 0]) * 8
+                attend.lay(keys, values, mine, seen, row_bytes, size, turned, wide, padded)
                 laid = False
             elif not laid:
-                end = min(start + attend.BLOCK, known)
-                _lay(model, step, layer, space, head, step.sequence_slots[begin + start : begin + end], thread)
+                held = min(attend.BLOCK, known - start)
+                attend.lay(keys, values, slots + (begin + start) * 8, held, row_bytes, size, turned, wide, padded)
                 laid = True
-            _block(model, space, row, head, seen, states[row - first], thread)
-
-
-@compiled
-def _lay(model: Any, step: Any, layer: int, space: Any, head: int, slots: Any, thread: int) -> None:
-    size = model.head_dim
-    attend.lay(
-        step.keys[layer] + head * size * 2,
-        step.values[layer] + head * size * 2,
-        slots,
-        model.kv_heads * size * 2,
-        size,
-        space.blocks[thread, 0].ctypes.data,
-        space.blocks[thread, 1].ctypes.data,
-        space.padded[thread],
-    )
-
-
-@compiled
-def _block(model: Any, space: Any, row: int, head: int, seen: int, states: Any, thread: int) -> None:
-    group, size = model.heads // model.kv_heads, model.head_dim
-    attend.attend_block(
-        space.y[row, head * group * size :].ctypes.data,
-        size * 4,
-        group,
-        seen,
-        size,
-        space.blocks[thread, 0].ctypes.data,
-        space.blocks[thread, 1].ctypes.data,
-        states.ctypes.data,
-        space.scores[thread].ctypes.data,
-    )
+            query, into = queries + row * query_row, state + (row - first) * state_bytes
+            attend.attend_block(query, size * 4, group, seen, size, turned, wide, into, scores)
 
 
 @compiled
