@@ -21,7 +21,7 @@ from magnitude_engine.model.decoder import Embedding
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.pointwise import Rotary
 from magnitude_engine.model.weights import Checkpoint, LayerWeights, LlamaConfig, Matrix
-from magnitude_kernels.cpu import attend, forward, product
+from magnitude_kernels.cpu import attend, forward, frame, product
 from magnitude_kernels.cpu.threads import Team
 
 # In small steps fewer rows attend together, so that there is work for every thread.
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
     def row(self) -> tuple[int, int, int, int]:
         """Returns its row in the table of weights."""
-        return self.kind, self.codes.data_ptr(), self.scales.data_ptr(), self.blocks
+        return product.tiles(self.kind), self.codes.data_ptr(), self.scales.data_ptr(), self.blocks
 
 
 def pack(matrix: Matrix) -> Packed:
@@ -84,19 +84,19 @@ def pack(matrix: Matrix) -> Packed:
 
 
 class Arranged(NamedTuple):
-    """The sequences of a step as `forward.Step` takes them."""
+    """The sequences of a step as `frame.Step` takes them."""
 
-    slots: forward.Indices
-    tiles: forward.Indices
-    own: forward.Indices
+    slots: frame.Indices
+    tiles: frame.Indices
+    own: frame.Indices
 
 
 def arrange(batch: StepBatch) -> Arranged:
     """Returns which rows attend together, and to which slots."""
     positions = batch.positions.numpy()
-    tile = forward.TILE if len(positions) > _SMALL_STEP else _SMALL_TILE
+    tile = frame.TILE if len(positions) > _SMALL_STEP else _SMALL_TILE
     own = np.full((len(positions), 2), [_NO_SLOTS_OF_ITS_OWN, 0], np.int64)
-    slots: list[forward.Indices] = []
+    slots: list[frame.Indices] = []
     tiles: list[tuple[int, ...]] = []
     begin = 0
     for sequence in batch.sequences:
@@ -113,13 +113,13 @@ def arrange(batch: StepBatch) -> Arranged:
     return Arranged(np.concatenate(slots), np.array(tiles, np.int64), own)
 
 
-def _slots(pages: Sequence[int], tokens: int) -> forward.Indices:
+def _slots(pages: Sequence[int], tokens: int) -> frame.Indices:
     """Returns the slot of each position."""
     table = np.array(pages[: -(-tokens // PAGE_TOKENS)], np.int64)
     return (table[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[:tokens]
 
 
-def _paths(sequence: SequenceRows, known: int) -> Iterator[tuple[int, forward.Indices]]:
+def _paths(sequence: SequenceRows, known: int) -> Iterator[tuple[int, frame.Indices]]:
     """Yields the rows of a draft tree with the slots of all that they see from the last whole block on."""
     slots = _slots(sequence.pages, sequence.context)
     shared, nodes = slots[known // attend.BLOCK * attend.BLOCK : known], slots[known:]
@@ -134,9 +134,9 @@ def _paths(sequence: SequenceRows, known: int) -> Iterator[tuple[int, forward.In
 class _Memory:
     """Buffers that grow with the largest step."""
 
-    kept: dict[str, forward.Floats] = field(default_factory=dict)
+    kept: dict[str, frame.Floats] = field(default_factory=dict)
 
-    def take(self, name: str, *size: int) -> forward.Floats:
+    def take(self, name: str, *size: int) -> frame.Floats:
         """Returns memory of this size, with whatever stands in it."""
         needed = int(np.prod(size))
         kept = self.kept.get(name)
@@ -155,7 +155,7 @@ class PackedDecoder:
     """
 
     def __init__(
-        self, config: LlamaConfig, model: forward.Model, matrices: Sequence[Packed], embedding: Embedding
+        self, config: LlamaConfig, model: frame.Model, matrices: Sequence[Packed], embedding: Embedding
     ) -> None:
         """`matrices` are those that the model's table points to."""
         self.config = config
@@ -177,14 +177,15 @@ class PackedDecoder:
         step = self._step(batch, cache, range(self.config.layers) if layers is None else layers)
         space = self._space(step, hidden.numpy(), logits.numpy())
         threads = self._team.size
-        self._team.run(lambda thread: forward.run_step(self._model, step, space, thread, threads))
+        record = frame.frame(self._model, step, space)
+        self._team.run(lambda thread: forward.run_step(record, thread, threads))
         return StepOutput(logits[:, : self.config.vocab], hidden)
 
-    def _step(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int]) -> forward.Step:
+    def _step(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int]) -> frame.Step:
         arranged = arrange(batch)
         first, size = cache.pages.data_ptr(), cache.pages.stride(0) * cache.pages.element_size()
         places = first + np.arange(2 * self.config.layers, dtype=np.int64) * size
-        return forward.Step(
+        return frame.Step(
             layers=np.array(layers, np.int64),
             keys=places[0::2].copy(),
             values=places[1::2].copy(),
@@ -197,21 +198,21 @@ class PackedDecoder:
             wanted=batch.logit_rows.numpy(),
         )
 
-    def _space(self, step: forward.Step, hidden: forward.Floats, logits: forward.Floats) -> forward.Space:
+    def _space(self, step: frame.Step, hidden: frame.Floats, logits: frame.Floats) -> frame.Space:
         c, rows, threads = self.config, step.h.shape[0], self._team.size
         state = attend.STATE + c.head_dim
-        parts = int(step.tiles[:, 4].max()) // attend.PART + 1 if rows <= forward.SPLIT_ROWS else 1
+        parts = int(step.tiles[:, 4].max()) // attend.PART + 1 if rows <= frame.SPLIT_ROWS else 1
         outputs = self._model.weights[0, :, 3] * product.OUTPUTS
-        residual = int(outputs[forward.DOWN])
-        widest = max(int(outputs[: forward.OUT].sum()), 3 * int(outputs[forward.GATE]), residual)
+        residual = int(outputs[frame.DOWN])
+        widest = max(int(outputs[: frame.OUT].sum()), 3 * int(outputs[frame.GATE]), residual)
         take = self._memory.take
-        return forward.Space(
-            counters=np.zeros(1 + (len(step.layers) + 1) * forward.COUNTERS, np.int64),
+        return frame.Space(
+            counters=np.zeros(1 + (len(step.layers) + 1) * frame.COUNTERS, np.int64),
             x=take("x", rows, max(residual, c.heads * c.head_dim)),
             y=take("y", rows, widest),
             states=take("states", rows if parts > 1 else 1, parts, c.heads, state),
             blocks=take("blocks", threads, 2, attend.BLOCK * c.head_dim),
-            totals=take("totals", threads, 2, forward.TILE, c.heads // c.kv_heads, state),
+            totals=take("totals", threads, 2, frame.TILE, c.heads // c.kv_heads, state),
             scores=take("scores", threads, 3 * attend.BLOCK),
             padded=np.zeros((threads, attend.BLOCK), np.int64),
             hidden=hidden,
@@ -235,7 +236,7 @@ def packed_decoder(
         )
     matrices: list[Packed] = []
     norms: list[torch.Tensor] = []
-    table = np.zeros((c.layers + 1, forward.MATRICES, 4), np.int64)
+    table = np.zeros((c.layers + 1, frame.MATRICES, 4), np.int64)
     for index in range(c.layers):
         w = layer(index)
         norms += [w.attention_norm, w.ffn_norm]
@@ -245,7 +246,7 @@ def packed_decoder(
     head = checkpoint.head()
     matrices.append(pack(checkpoint.embedding() if head is None else head))
     table[c.layers, 0] = matrices[-1].row()
-    model = forward.Model(
+    model = frame.Model(
         weights=table,
         norms=torch.stack([n.float() for n in (*norms, checkpoint.final_norm())]).contiguous().numpy(),
         cosine=rotary.cosine.numpy(),
@@ -253,8 +254,6 @@ def packed_decoder(
         epsilon=c.epsilon,
         heads=c.heads,
         kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        hidden=c.hidden,
         ffn=c.ffn,
     )
     return PackedDecoder(c, model, matrices, embedding)

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+import numpy as np
 from numba import types
 
 from magnitude_kernels.cpu.compiled import compiled
-from magnitude_kernels.cpu.emit import INT32, INT64, LANES, Emitter, Value, written
+from magnitude_kernels.cpu.emit import INT32, INT64, LANES, Emitter, Value, number, set_number, set_real, written
 
 BLOCK = 32
 PART = 256
@@ -172,12 +172,18 @@ def _write_finish(e: Emitter, state: Value, out: Value, size: Value) -> None:
 
 
 _turn, _widen = written("aaaa", _write_turn), written("aaaaaa", _write_widen)
-_index = written("a", lambda e, address: e.load(address, INT64), types.int64)
-_put_index = written("aa", lambda e, address, value: e.store(value, address))
 _score1, _score2, _score3 = _score(1), _score(2), _score(3)
 _weigh = written("aaa", _write_weigh, types.float32)
 _mix8, _mix4, _mix2, _mix1 = _mix(8), _mix(4), _mix(2), _mix(1)
 merge, finish = written("aaa", _write_merge), written("aaa", _write_finish)
+
+
+@compiled
+def empty(state: int, size: int) -> None:
+    """Makes a state of `size` dimensions that of a query that has seen nothing."""
+    for n in range(STATE + size):
+        set_real(state, n, 0.0)
+    set_real(state, 0, -np.inf)
 
 
 @compiled
@@ -199,7 +205,7 @@ def lay(
     if count < BLOCK:
         filled = padded
         for n in range(BLOCK):
-            _put_index(padded + n * 8, _index(slots + min(n, count - 1) * 8))
+            set_number(padded, n, number(slots, min(n, count - 1)))
     for tokens in range(0, BLOCK, LANES):
         for start in range(0, size, LANES):
             _turn(keys + start * 2, filled + tokens * 8, row_bytes, turned + (start * BLOCK + tokens) * 4)

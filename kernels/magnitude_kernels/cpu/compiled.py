@@ -6,9 +6,10 @@ functions are made of each other, so the folder carries a digest of all of them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,10 +26,28 @@ def compiled(function: F) -> F:
 
     Sums may be taken in any order that is the same for every call, and a product and a sum may be rounded once.
     """
+    with _cache_here():
+        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=_FAST)(function))
+
+
+def address_of(function: Callable[..., None], arguments: int) -> int:
+    """Compiles a function of int64 by itself and returns its address, for good.
+
+    What compiled code calls by name is compiled anew inside of each caller; by address it is compiled once.
+    """
+    signature = numba.types.void(*[numba.types.int64] * arguments)
+    with _cache_here():
+        made = numba.cfunc(signature, cache=True, error_model="numpy", fastmath=_FAST)(function)
+    _KEPT.append(made)
+    return int(made.address)
+
+
+@contextlib.contextmanager
+def _cache_here() -> Iterator[None]:
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_FOLDER)
     try:
-        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=_FAST)(function))
+        yield
     finally:
         numba.config.CACHE_DIR = before
 
@@ -42,3 +61,4 @@ def _folder() -> Path:
 
 
 _FOLDER = _folder()
+_KEPT: list[Any] = []

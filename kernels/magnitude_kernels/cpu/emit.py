@@ -87,6 +87,10 @@ class Emitter:
         """Returns a * b + c, rounded once."""
         return self._call("llvm.fma.v8f32", a, b, c)
 
+    def root(self, a: Value) -> Value:
+        """Returns the square root."""
+        return self._call("llvm.sqrt.v8f32", a)
+
     def largest(self, a: Value, b: Value) -> Value:
         """Returns the larger of two in each lane."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
@@ -190,3 +194,19 @@ def written(arguments: str, write: Callable[..., Value], returns: Value = types.
     vars(typer)["__signature__"] = inspect.Signature([inspect.Parameter(name, positional) for name in names])
     made: Callable[..., Any] = intrinsic(typer)
     return made
+
+
+# The int64 at an address, counted in int64.
+number = written("aa", lambda e, address, n: e.load(e.at(address, e.times(n, 8)), INT64), types.int64)
+set_number = written("aaa", lambda e, address, n, value: e.store(value, e.at(address, e.times(n, 8))))
+set_real = written("aaf", lambda e, address, n, value: e.store(value, e.at(address, e.times(n, 4))))
+
+
+def caller(arguments: int) -> Callable[..., Any]:
+    """Makes a function that calls the one at an address (its first argument) with so many int64."""
+    kind = ir.FunctionType(ir.VoidType(), [INT64] * arguments)
+
+    def write(e: Emitter, address: Value, *values: Value) -> None:
+        e.builder.call(e.builder.inttoptr(address, kind.as_pointer()), values)
+
+    return written("a" * (arguments + 1), write)

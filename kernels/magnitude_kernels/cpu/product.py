@@ -13,12 +13,13 @@ into its float32 weight in registers, code * scale + minimum, once for up to six
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
 
-from magnitude_kernels.cpu.compiled import compiled
-from magnitude_kernels.cpu.emit import INT8, LANES, VECTOR, WIDE, Emitter, Value, written
+from magnitude_kernels.cpu.compiled import address_of, compiled
+from magnitude_kernels.cpu.emit import INT8, LANES, VECTOR, WIDE, Emitter, Value, caller, number, written
 from magnitude_kernels.cpu.threads import take
 
 OUTPUTS = 16
@@ -94,75 +95,68 @@ def _tile(kind: int, rows: int, blocks: int) -> Callable[..., Any]:
     return written("aaaaaaa", write)
 
 
-def _tiles(kind: int) -> Callable[..., Any]:
-    """Makes the product of any number of rows with some blocks, for one kind of matrix."""
+@lru_cache
+def tiles(kind: int) -> int:
+    """Returns the address of the product for one kind of matrix, which is compiled at the first call.
+
+    Its arguments: first block, blocks, rows, then those of `_tile`, for block 0 and the first row.
+    """
     width = _BYTES[kind]
     single, one, two, three = _tile(kind, 1, CHUNK), _tile(kind, 1, 1), _tile(kind, 2, 1), _tile(kind, 3, 1)
     four, five, six = _tile(kind, 4, 1), _tile(kind, 5, 1), _tile(kind, 6, 1)
 
-    @compiled
-    def tile(rows: int, codes: int, scales: int, x: int, x_row: int, out: int, out_row: int, inputs: int) -> None:
-        if rows == 6:
-            six(codes, scales, x, x_row, out, out_row, inputs)
-        elif rows == 5:
-            five(codes, scales, x, x_row, out, out_row, inputs)
-        elif rows == 4:
-            four(codes, scales, x, x_row, out, out_row, inputs)
-        elif rows == 3:
-            three(codes, scales, x, x_row, out, out_row, inputs)
-        elif rows == 2:
-            two(codes, scales, x, x_row, out, out_row, inputs)
-        else:
-            one(codes, scales, x, x_row, out, out_row, inputs)
-
-    @compiled
-    def tiles(
-        blocks: int, rows: int, codes: int, scales: int, x: int, x_row: int, out: int, out_row: int, inputs: int
-    ) -> None:
-        block, scale_block = inputs * width, inputs // GROUP * _SCALE_BYTES
+    def multiply_tiles(
+        first: int, blocks: int, rows: int,
+        codes: int, scales: int, x: int, x_row: int, out: int, out_row: int, inputs: int,
+    ) -> None:  # fmt: skip
         if rows == 1 and blocks == CHUNK:
-            single(codes, scales, x, x_row, out, out_row, inputs)
+            codes += first * inputs * width
+            scales += first * (inputs // GROUP * _SCALE_BYTES)
+            single(codes, scales, x, x_row, out + first * OUTPUTS * 4, out_row, inputs)
             return
         parts = (rows + TILE_ROWS - 1) // TILE_ROWS
         size = (rows + parts - 1) // parts
-        for first in range(0, rows, size):
-            count = min(size, rows - first)
-            x_here, out_here = x + first * x_row, out + first * out_row
-            for n in range(blocks):
-                tile(
-                    count, codes + n * block, scales + n * scale_block,
-                    x_here, x_row, out_here + n * OUTPUTS * 4, out_row, inputs,
-                )  # fmt: skip
+        for row in range(0, rows, size):
+            count, x_here = min(size, rows - row), x + row * x_row
+            for block in range(first, first + blocks):
+                code, scale = codes + block * inputs * width, scales + block * (inputs // GROUP * _SCALE_BYTES)
+                place = out + row * out_row + block * OUTPUTS * 4
+                if count == 6:
+                    six(code, scale, x_here, x_row, place, out_row, inputs)
+                elif count == 5:
+                    five(code, scale, x_here, x_row, place, out_row, inputs)
+                elif count == 4:
+                    four(code, scale, x_here, x_row, place, out_row, inputs)
+                elif count == 3:
+                    three(code, scale, x_here, x_row, place, out_row, inputs)
+                elif count == 2:
+                    two(code, scale, x_here, x_row, place, out_row, inputs)
+                else:
+                    one(code, scale, x_here, x_row, place, out_row, inputs)
 
-    return tiles
+    return address_of(multiply_tiles, 10)
 
 
-_four_bits, _eight_bits, _bfloat16 = _tiles(FOUR_BITS), _tiles(EIGHT_BITS), _tiles(BFLOAT16)
+_call = caller(10)
 
 
 @compiled
 def multiply_blocks(
-    matrix: Any, first: int, blocks: int, rows: int, x: int, x_row: int, out: int, out_row: int, inputs: int
+    matrix: int, first: int, blocks: int, rows: int, x: int, x_row: int, out: int, out_row: int, inputs: int
 ) -> None:
     """Multiplies `rows` rows by `blocks` blocks of a matrix from block `first` on.
 
-    `matrix` is one row of a table: kind, address of codes, address of scales, blocks; `out` is the place of block 0.
+    `matrix` is the address of four int64: the address of the product for its kind (`tiles`), those of codes and scales,
+    and blocks; `out` is the place of block 0.
     """
-    kind, codes = matrix[0], matrix[1]
-    scales = matrix[2] + first * (inputs // GROUP) * _SCALE_BYTES
-    out = out + first * OUTPUTS * 4
-    if kind == FOUR_BITS:
-        _four_bits(blocks, rows, codes + first * inputs * 8, scales, x, x_row, out, out_row, inputs)
-    elif kind == EIGHT_BITS:
-        _eight_bits(blocks, rows, codes + first * inputs * 16, scales, x, x_row, out, out_row, inputs)
-    else:
-        _bfloat16(blocks, rows, codes + first * inputs * 32, scales, x, x_row, out, out_row, inputs)
+    codes, scales = number(matrix, 1), number(matrix, 2)
+    _call(number(matrix, 0), first, blocks, rows, codes, scales, x, x_row, out, out_row, inputs)
 
 
 @compiled
-def multiply(matrix: Any, rows: int, x: int, x_row: int, out: int, out_row: int, inputs: int, counter: int) -> None:
+def multiply(matrix: int, rows: int, x: int, x_row: int, out: int, out_row: int, inputs: int, counter: int) -> None:
     """Multiplies `rows` rows by a matrix, together with the other threads that count at `counter`."""
-    total = matrix[3]
+    total = number(matrix, 3)
     while True:
         first = take(counter, CHUNK)
         if first >= total:

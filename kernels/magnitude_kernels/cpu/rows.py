@@ -1,64 +1,94 @@
-"""What a layer does row by row between its products: norms, rotary with the cache write, the gate."""
+"""What a layer does row by row between its products: norms, sums, rotary, the cache's dtype, the gate.
+
+All functions take addresses of float32 and counts that are multiples of eight.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from magnitude_kernels.cpu.compiled import compiled
-from magnitude_kernels.cpu.emit import LANES, Emitter, Value, written
+from magnitude_kernels.cpu.emit import FLOAT, LANES, Emitter, Value, written
 
 
-def _write_gate(e: Emitter, gates: Value, ups: Value, out: Value, count: Value) -> None:
-    """Writes silu(gate) * up."""
+def _for_each(write: Callable[..., None], places: int) -> Callable[..., Any]:
+    """Makes a function of `places` addresses and a count that does something to eight values at a time."""
+
+    def write_loop(e: Emitter, *arguments: Value) -> None:
+        *addresses, count = arguments
+
+        def body(at: Value, _: list[Value]) -> list[Value]:
+            write(e, at, *addresses)
+            return []
+
+        e.loop(count, LANES, [], body)
+
+    return written("a" * (places + 1), write_loop)
+
+
+def _write_add(e: Emitter, at: Value, h: Value, x: Value) -> None:
+    place = e.at(h, e.times(at, 4))
+    e.store(e.builder.fadd(e.vector(place), e.vector(e.at(x, e.times(at, 4)))), place)
+
+
+def _write_gate(e: Emitter, at: Value, gates: Value, ups: Value, out: Value) -> None:
+    offset, b = e.times(at, 4), e.builder
+    x = e.vector(e.at(gates, offset))
+    share = b.fdiv(x, b.fadd(e.number(1.0), e.exp(b.fsub(e.number(0.0), x))))
+    e.store(b.fmul(share, e.vector(e.at(ups, offset))), e.at(out, offset))
+
+
+def _write_narrow(e: Emitter, at: Value, source: Value, target: Value) -> None:
+    e.narrow_bfloat16(e.vector(e.at(source, e.times(at, 4))), e.at(target, e.times(at, 2)))
+
+
+def _write_norm(e: Emitter, h: Value, weight: Value, out: Value, count: Value, epsilon: Value) -> None:
+    b = e.builder
+
+    def square(at: Value, sums: list[Value]) -> list[Value]:
+        x = e.vector(e.at(h, e.times(at, 4)))
+        return [e.fma(x, x, sums[0])]
+
+    total = e.fold(e.loop(count, LANES, [e.number(0.0)], square)[0], b.fadd)
+    mean = b.fdiv(total, e.spread(b.sitofp(count, FLOAT)))
+    scale = b.fdiv(e.number(1.0), e.root(b.fadd(mean, e.spread(epsilon))))
 
     def body(at: Value, _: list[Value]) -> list[Value]:
-        offset, b = e.times(at, 4), e.builder
-        x = e.vector(e.at(gates, offset))
-        share = b.fdiv(x, b.fadd(e.number(1.0), e.exp(b.fsub(e.number(0.0), x))))
-        e.store(b.fmul(share, e.vector(e.at(ups, offset))), e.at(out, offset))
+        offset = e.times(at, 4)
+        scaled = b.fmul(e.vector(e.at(h, offset)), scale)
+        e.store(b.fmul(scaled, e.vector(e.at(weight, offset))), e.at(out, offset))
         return []
 
     e.loop(count, LANES, [], body)
 
 
-def _write_narrow(e: Emitter, source: Value, target: Value, count: Value) -> None:
-    """Writes float32 as bfloat16."""
+def _write_turn(e: Emitter, x: Value, cosine: Value, sine: Value, size: Value, factor: Value) -> None:
+    b, scale = e.builder, e.spread(factor)
+    half = b.udiv(size, e.index(2))
 
     def body(at: Value, _: list[Value]) -> list[Value]:
-        e.narrow_bfloat16(e.vector(e.at(source, e.times(at, 4))), e.at(target, e.times(at, 2)))
+        low, high = e.times(at, 4), e.times(b.add(at, half), 4)
+        first, second = e.vector(e.at(x, low)), e.vector(e.at(x, high))
+
+        def turned(one: Value, other: Value, offset: Value) -> Value:
+            product = b.fmul(other, e.vector(e.at(sine, offset)))
+            return b.fmul(e.fma(one, e.vector(e.at(cosine, offset)), product), scale)
+
+        e.store(turned(first, second, low), e.at(x, low))
+        e.store(turned(second, first, high), e.at(x, high))
         return []
 
-    e.loop(count, LANES, [], body)
+    e.loop(half, LANES, [], body)
 
 
-gate, narrow = written("aaaa", _write_gate), written("aaa", _write_narrow)
-
-
-@compiled
-def norm(h: Any, weight: Any, epsilon: float, out: Any) -> None:
-    """Writes h / sqrt(mean(h²) + epsilon) * weight for one row; `out` may be longer."""
-    total = np.float32(0.0)
-    for i in range(h.shape[0]):
-        total += h[i] * h[i]
-    scale = np.float32(1.0) / np.sqrt(total / np.float32(h.shape[0]) + np.float32(epsilon))
-    for i in range(h.shape[0]):
-        out[i] = h[i] * scale * weight[i]
-
-
-@compiled
-def add(h: Any, x: Any) -> None:
-    """Adds a row to another; `x` may be longer."""
-    for i in range(h.shape[0]):
-        h[i] += x[i]
-
-
-@compiled
-def turn(x: Any, cosine: Any, sine: Any, factor: Any) -> None:
-    """Turns a head by its position and scales it, in place; the sines' first half is negated."""
-    half = cosine.shape[0] // 2
-    for i in range(half):
-        low, high = x[i], x[i + half]
-        x[i] = (low * cosine[i] + high * sine[i]) * factor
-        x[i + half] = (high * cosine[i + half] + low * sine[i + half]) * factor
+# h, x, count: adds x to h.
+add = _for_each(_write_add, 2)
+# gates, ups, out, count: writes silu(gate) * up.
+gate = _for_each(_write_gate, 3)
+# source, target, count: writes float32 as bfloat16.
+narrow = _for_each(_write_narrow, 2)
+# h, weight, out, count, epsilon: writes h / sqrt(mean(h²) + epsilon) * weight.
+norm = written("aaaaf", _write_norm)
+# x, cosine, sine, size, factor: turns a head of `size` dimensions by its position and scales it, in place; the first
+# half of the sines is negated.
+turn = written("aaaaf", _write_turn)
