@@ -1,4 +1,4 @@
-"""The command `magnitude`: serve, pull, doctor, cache, worker.
+"""The command `magnitude`: serve, pull, doctor, cache, bench, worker.
 
 Exit status: 0 done, 1 `doctor` found that `serve` could not work, 2 something cannot be used as given or a server does
 not answer (one line on stderr says what and what to do), 130 interrupted.
@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["worker"]:
             return _worker(words[1:])
+        if words[:1] == ["bench"]:
+            from magnitude_proxy.bench import command as bench
+
+            return bench.main(words[1:])
         options = _parser().parse_args(words)
         if options.command == "pull":
             return _pull(options)
@@ -93,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     settings.add_arguments(doctor)
     _add_cache(commands.add_parser("cache", help="show what a running server's cache holds", description=_CACHE))
+    commands.add_parser("bench", help="measure it beside what a user would run instead", add_help=False)
     commands.add_parser("worker", help=f"run only the worker: the options of python -m {ENGINE_MODULE}", add_help=False)
     return parser
 
