@@ -61,6 +61,8 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
         format: what the answer must look like; None for anything.
         partial_calls: tool calls are given as they are written, where nothing of them is left to be checked;
             otherwise each as a whole.
+        prediction: text that the client expects the answer to follow; it decides how fast the answer comes, never
+            what it says. None where the client sent none.
     """
 
     request: str
@@ -80,6 +82,7 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
     echo: bool = False
     format: Format | None = None
     partial_calls: bool = False
+    prediction: str | None = None
     priority: int = 0
     preferences: Preferences = Preferences()
     resume: tuple[Resume, ...] = ()

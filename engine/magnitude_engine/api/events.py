@@ -33,10 +33,27 @@ class ToolCallDelta(Frozen, frozen=True, kw_only=True):
     arguments: str = ""
 
 
+class ProposerUse(Frozen, frozen=True, kw_only=True):
+    """What one proposer drafted for a request, and how much of it was what the model says.
+
+    Attributes:
+        name: `suffix`, `prediction`, `model` or `self`.
+    """
+
+    name: str
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Usage(Frozen, frozen=True, kw_only=True):
     """Token counts of one request; those after `cached_tokens` are the engine's own figures.
 
     Of `cached_tokens`, `cached_host_tokens` and `cached_disk_tokens` were brought back from there.
+
+    Attributes:
+        accepted_prediction_tokens, rejected_prediction_tokens: tokens of `Generate.prediction` that were verified, and
+            those of them that the answer does not have; None where there was no prediction.
+        speculation: drafted and accepted tokens by proposer; those that proposed nothing are absent.
     """
 
     prompt_tokens: int = 0
@@ -48,6 +65,9 @@ class Usage(Frozen, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     forced_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    speculation: tuple[ProposerUse, ...] = ()
 
 
 class Started(Frozen, tag="started", frozen=True, kw_only=True):
