@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +21,7 @@ from magnitude_engine.decode.grammar.state import GrammarState
 from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
 from magnitude_engine.decode.tools import ToolCallParser
+from magnitude_engine.draft.tree import DraftTree
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, GrammarFailure, MagnitudeError, RequestError
 from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.retention import SessionKey
@@ -252,16 +252,16 @@ class Sequence:
         """Tokens that it may still generate."""
         return self.prepared.limit - len(self.output)
 
-    def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
+    def allowed(self, draft: DraftTree) -> DraftTree:
         """Returns as much of a draft as the grammar allows."""
         if self._grammar is None:
             return draft
-        found = self._followed(lambda grammar: grammar.masks(draft))
-        return () if found is None else draft[: found.allowed]
+        found = self._followed(lambda grammar: grammar.masks(draft.tokens))
+        return draft.kept(range(0 if found is None else found.allowed))
 
-    def masks(self, draft: Sequences[int]) -> torch.Tensor | None:
-        """Returns which tokens may come next and after each of `draft`, int32 [1 + draft, words]; None for all."""
-        found = self._followed(lambda grammar: grammar.masks(draft))
+    def masks(self, draft: DraftTree) -> torch.Tensor | None:
+        """Returns which tokens may come next and after each node of `draft`, int32 [1 + nodes, words]; None for all."""
+        found = self._followed(lambda grammar: grammar.masks(draft.tokens))
         # After a failure the next token ends the choice, whatever it is.
         return None if found is None else found.masks
 

@@ -18,11 +18,12 @@ from typing import Protocol
 from magnitude_engine.draft.controller import Outcome
 from magnitude_engine.draft.corpus import CorpusLimits, RunCorpus
 from magnitude_engine.draft.proposer import Proposer, SuffixProposer
+from magnitude_engine.draft.tree import DraftTree
 from magnitude_engine.draft.vote import Limits
 from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.request import Sequence as Choice
 from magnitude_engine.scheduler import Order
-from magnitude_engine.step import Work
+from magnitude_engine.step import NO_DRAFT, Work
 
 LIMITS = Limits(nodes=16, depth=16, score=0.05, fork=False)
 # An index of 6,000 tokens holds half a megabyte, and is built anew in a few milliseconds.
@@ -69,12 +70,12 @@ class Speculation:
         drawing = [w for w in work if w.rows == w.sequence.missing and w.sequence.width == 1]
         trees = [self._propose(w.sequence) for w in drawing]
         base = sum(w.rows for w in work)
-        counts = self.depths.choose([scores for _, scores in trees], base)
-        drafts: dict[Order, tuple[int, ...]] = {}
-        for w, (tokens, scores), count in zip(drawing, trees, counts, strict=True):
-            drafts[w.sequence.order] = tokens[:count]
-            self._promised[w.sequence.order] = sum(scores[:count])
-        return [w._replace(draft=drafts.get(w.sequence.order, ())) for w in work]
+        counts = self.depths.choose([sorted(tree.scores, reverse=True) for tree in trees], base)
+        drafts: dict[Order, DraftTree] = {}
+        for w, tree, count in zip(drawing, trees, counts, strict=True):
+            chosen = drafts[w.sequence.order] = tree.prune(count)
+            self._promised[w.sequence.order] = chosen.expected
+        return [w._replace(draft=drafts.get(w.sequence.order, NO_DRAFT)) for w in work]
 
     def observe(self, work: Sequence[Work], accepted: int, seconds: float) -> None:
         """Takes in what a step gave: `accepted` drafted tokens in all."""
@@ -103,14 +104,13 @@ class Speculation:
         """Ends the thread that takes in past runs."""
         self._learning.shutdown(wait=True, cancel_futures=True)
 
-    def _propose(self, sequence: Choice) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Returns a chain and its probabilities."""
+    def _propose(self, sequence: Choice) -> DraftTree:
+        """Returns what may follow a sequence, as far as its limits and its grammar allow."""
         room = min(sequence.room, self._context - len(sequence.tokens)) - 1
         if room < 1 or not sequence.prepared.generate.preferences.speculation:
-            return (), ()
+            return NO_DRAFT
         tree = self._proposer(sequence).propose(sequence.tokens, LIMITS)
-        tokens = sequence.allowed(tree.tokens[:room])
-        return tokens, tree.scores[: len(tokens)]
+        return sequence.allowed(tree.kept([node for node, depth in enumerate(tree.depths) if depth <= room]))
 
     def _proposer(self, sequence: Choice) -> Proposer:
         proposer = self._active.get(sequence.order)

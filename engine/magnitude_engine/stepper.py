@@ -41,7 +41,7 @@ from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, de
 from magnitude_engine.seats import Seats
 from magnitude_engine.session_log import SessionLog
 from magnitude_engine.speculation import Speculation
-from magnitude_engine.step import Verified, Work, build_batch, rows_to_draw
+from magnitude_engine.step import NO_DRAFT, Verified, Work, build_batch, rows_to_draw
 
 # Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
 SAVES_PER_STEP = 2
@@ -216,7 +216,7 @@ class Stepper:
             return work
         drafted = self.speculation.draft(work)
         fits = [self.manager.extend(w.lease, w.lease.length + w.rows + len(w.draft)) for w in drafted]
-        return [w if fit else w._replace(draft=()) for w, fit in zip(drafted, fits, strict=True)]
+        return [w if fit else w._replace(draft=NO_DRAFT) for w, fit in zip(drafted, fits, strict=True)]
 
     def _compute_ahead(self, now: float) -> bool:
         computed = self.ahead.step(now)
@@ -273,7 +273,7 @@ class Stepper:
         for index, each in enumerate(drawn):
             if not self._commit(sequence, each):
                 return accepted
-            if index == len(draft) or sequence.tokens[-1] != draft[index] or sequence.lease is None:
+            if index == len(draft) or sequence.tokens[-1] != draft.tokens[index] or sequence.lease is None:
                 break
             self.manager.advance(sequence.lease, 1)
             accepted += 1

@@ -16,6 +16,7 @@ import torch
 from magnitude_engine import api, step, stepper
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.decode.sample import Drawn, RowSpec
+from magnitude_engine.draft.tree import DraftTree
 from magnitude_engine.engine import Engine
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.request import Sequence as Choice
@@ -99,7 +100,7 @@ def noise_of_the_first(patch: pytest.MonkeyPatch) -> None:
     """All rows of a draft are drawn with the noise of its first."""
     right = step.row_specs
 
-    def wrong(sequence: Choice, draft: Sequence[int]) -> list[RowSpec]:
+    def wrong(sequence: Choice, draft: DraftTree) -> list[RowSpec]:
         specs = right(sequence, draft)
         return [RowSpec(s.sampling, s.choice, specs[0].position, s.path, s.mask, s.logprobs) for s in specs]
 
@@ -125,7 +126,7 @@ def some_drafts_believed(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: stepper.Stepper, verified: Verified) -> int:
         drawn = [
             each._replace(token=token) if draws.random() < 0.125 else each
-            for each, token in zip(verified.drawn, verified.draft, strict=False)
+            for each, token in zip(verified.drawn, verified.draft.tokens, strict=False)
         ]
         return right(self, verified._replace(drawn=(*drawn, *verified.drawn[len(drawn) :])))
 
