@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
-from magnitude_engine.answer import Answer, Sink
+from magnitude_engine.answer import Answer, Sink, failed, registered
 from magnitude_engine.build import open_cache
 from magnitude_engine.checked import CheckedSink
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
@@ -103,12 +103,17 @@ class Engine:
         """Takes in what a tool of a session does; its output is computed ahead as it comes."""
         self._predictor.tool_event(event)
 
-    def register(self, register: api.Register, done: Callable[[], None] = lambda: None) -> None:
+    def register(
+        self,
+        register: api.Register,
+        done: Callable[[], None] = lambda: None,
+        told: Callable[[api.Registered | api.Failed], None] = lambda event: None,
+    ) -> None:
         """Has what every prompt with these tools begins with computed ahead; `done` is called when that has ended.
 
-        The grammar of their calls is compiled meanwhile.
+        The grammar of their calls is compiled meanwhile; `told` is called, on another thread, with how that went.
         """
-        self._pool.submit(self._compile_ahead, register)
+        self._pool.submit(self._compile_ahead, register, told)
         self._predictor.register(register, done)
 
     def end_session(self, end: api.EndSession) -> None:
@@ -196,12 +201,17 @@ class Engine:
         self._checks[key] = checked
         return checked
 
-    def _compile_ahead(self, register: api.Register) -> None:
+    def _compile_ahead(self, register: api.Register, told: Callable[[api.Registered | api.Failed], None]) -> None:
         try:
-            self._model.constraints.prepare(register.tools)
+            outcome: api.Registered | api.Failed = registered(register, self._model.constraints.prepare(register.tools))
         except MagnitudeError as error:
-            # Whoever sends a request with these tools is told.
+            # Whoever sends a request with these tools is told as well.
             names.worker_log.info("registered tools have no grammar: %s", error)
+            outcome = failed(register, error)
+        except Exception:  # noqa: BLE001 - an edge: whatever a schema provokes, who registers it is told
+            names.worker_log.exception("registered tools could not be compiled")
+            outcome = failed(register, EngineError("the tools could not be compiled; the worker's log says why"))
+        told(outcome)
 
     def _take_mail(self) -> None:
         for item in self._inbox.take():

@@ -91,6 +91,8 @@ class Predictor:
         self._limit = limit
         self._settled = settled
         self._sessions: OrderedDict[SessionKey, _Expected] = OrderedDict()
+        # Sessions with a prediction that has not begun: it will see what comes meanwhile.
+        self._due: set[SessionKey] = set()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="magnitude-predict")
 
@@ -102,7 +104,7 @@ class Predictor:
             self._sessions[owner] = _Expected(whole)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        self._pool.submit(self._predict, owner)
+        self._ask(owner)
 
     def tool_event(self, event: api.ToolEvent) -> None:
         """A tool that the session called started, printed more, or finished; unknown sessions are ignored."""
@@ -116,7 +118,7 @@ class Predictor:
             if event.kind == "finished":
                 expected.finished.add(event.call)
         if event.kind != "started":
-            self._pool.submit(self._predict, owner)
+            self._ask(owner)
 
     def register(self, register: api.Register, done: Callable[[], None]) -> None:
         """Settles what every prompt with these tools and this system prompt begins with.
@@ -146,8 +148,16 @@ class Predictor:
         """Stops; what is not rendered yet never will be."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _ask(self, owner: SessionKey) -> None:
+        with self._lock:
+            if owner in self._due:
+                return
+            self._due.add(owner)
+        self._pool.submit(self._predict, owner)
+
     def _predict(self, owner: SessionKey) -> None:
         with self._lock:
+            self._due.discard(owner)
             expected = self._sessions.get(owner)
             if expected is None:
                 return

@@ -169,13 +169,20 @@ class _Connection:
             case api.ToolEvent():
                 self._engine.tool_event(command)
             case api.Register():
-                self._engine.register(command)
+                self._register(command)
             case api.EndSession():
                 self._engine.end_session(command)
             case api.Inspect():
                 self._engine.inspect(self._report)
             case api.Hello():
                 raise ValueError("a second hello")
+
+    def _register(self, register: api.Register) -> None:
+        def told(event: api.Registered | api.Failed) -> None:
+            if register.request:
+                self._loop.call_soon_threadsafe(self._send, event)
+
+        self._engine.register(register, told=told)
 
     def _report(self, report: api.CacheReport) -> None:
         """Called on the engine's thread."""

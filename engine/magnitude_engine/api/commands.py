@@ -8,7 +8,7 @@ import msgspec
 
 from magnitude_engine.api.conversation import Format, Frozen, Input, Tool
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Sampling(Frozen, frozen=True, kw_only=True):
@@ -113,9 +113,15 @@ class ToolEvent(Frozen, tag="tool_event", frozen=True, kw_only=True):
 
 
 class Register(Frozen, tag="register", frozen=True, kw_only=True):
-    """Compute the prompt prefix of these tools and this system prompt before the first request has them."""
+    """Compile these tools' schemas and compute the prompt prefix of them and this system prompt ahead of requests.
+
+    With a `request` id it is answered, once the schemas are compiled: with `Registered`, or with `Failed` where they
+    cannot be used.
+    """
 
     tenant: str
+    request: str = ""
+    epoch: int = 0
     tools: tuple[Tool, ...] = ()
     system: str = ""
 

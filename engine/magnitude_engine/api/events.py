@@ -182,5 +182,21 @@ class Status(Frozen, tag="status", frozen=True, kw_only=True):
     gauges: dict[str, float] = msgspec.field(default_factory=dict)
 
 
+class RegisteredTool(Frozen, frozen=True, kw_only=True):
+    """A tool whose schema is compiled; `checked` names keywords that are checked after a call, not by its grammar."""
+
+    name: str
+    checked: tuple[str, ...] = ()
+
+
+class Registered(Frozen, tag="registered", frozen=True, kw_only=True):
+    """The tools of a `Register` are compiled; `ignored` names keywords that assert nothing, with their place."""
+
+    request: str
+    epoch: int
+    tools: tuple[RegisteredTool, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
 AnswerEvent = Started | Progress | Delta | Finished | Completed | Failed
-Event = Welcome | Status | CacheReport | AnswerEvent
+Event = Welcome | Status | CacheReport | Registered | AnswerEvent

@@ -51,10 +51,9 @@ class Constraints:
         spec = specification(generate, self._format)
         return None if spec is None else self._compilers().compile(spec)
 
-    def prepare(self, tools: Sequence[api.Tool]) -> None:
-        """Compiles what requests with these tools will need (see `grammar` for errors)."""
-        if tools:
-            self._compilers().compile(ToolCalls(tools=tuple(tools), format=self._format))
+    def prepare(self, tools: Sequence[api.Tool]) -> CompiledGrammar | None:
+        """Compiles what requests with these tools will need (see `grammar`)."""
+        return self._compilers().compile(ToolCalls(tools=tuple(tools), format=self._format)) if tools else None
 
     def check(self, rule: Rule, text: str) -> None:
         """Raises AnswerInvalid where finished text breaks the rule, or checking it takes too long."""

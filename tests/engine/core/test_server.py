@@ -184,3 +184,20 @@ def test_a_stale_socket_is_replaced_and_a_bad_place_refused(tmp_path: Path) -> N
     open_socket(stale).close()
     with pytest.raises(ConfigError, match="cannot listen"):
         open_socket(tmp_path / ("x" * 200))
+
+
+async def test_a_registration_is_told_what_is_compiled_and_what_cannot_be(path: Path) -> None:
+    odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    good = (api.Tool(name="a", parameters={"type": "object"}), api.Tool(name="b", parameters=odd))
+    bad = api.Tool(name="c", parameters={"$ref": "https://example.com/s"})
+    async with WorkerClient(path) as client:
+        client.send(api.Register(tenant="t", request="r1", epoch=3, tools=good))
+        told = await client.until(api.Registered)
+        assert isinstance(told, api.Registered)
+        assert (told.request, told.epoch, told.tools[0]) == ("r1", 3, api.RegisteredTool(name="a"))
+        assert "uniqueItems" in told.tools[1].checked[0]
+        client.send(api.Register(tenant="t", request="r2", tools=(*good, bad)))
+        refused = await client.until(api.Failed)
+        assert isinstance(refused, api.Failed)
+        assert (refused.request, refused.param) == ("r2", "tools[2].function.parameters")
+        assert "$ref" in refused.message
