@@ -66,7 +66,11 @@ def read_chat(raw: bytes, seed: int) -> Asked:
     Raises:
         BadRequest: names the field.
     """
-    body = decode_json(raw)
+    return chat_asked(decode_json(raw), seed)
+
+
+def chat_asked(body: dict[str, Any], seed: int) -> Asked:
+    """Returns the checked chat request in `body`, which is kept; see `read_chat`."""
     asked = convert(body, ChatRequest)
     _check_stream(asked)
     if asked.top_logprobs is not None and not asked.logprobs:

@@ -202,8 +202,10 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     logprobs: TopCount | None = None
 
 
-RequestType = TypeVar("RequestType", ChatRequest, CompletionRequest)
-_FIELDS = {kind: frozenset(kind.__struct_fields__) for kind in (ChatRequest, CompletionRequest, MagnitudeOptions)}
+RequestType = TypeVar("RequestType", bound=Wire)
+_FIELDS: dict[type[Wire], frozenset[str]] = {
+    kind: frozenset(kind.__struct_fields__) for kind in (ChatRequest, CompletionRequest, MagnitudeOptions)
+}
 _KEY_END = re.compile(rb'(?<!\\)"\s*:')
 _NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?))')
 _ENUMS = {
@@ -331,9 +333,10 @@ def _invalid(problem: str, path: str) -> BadRequest:
     return BadRequest(f"{path or 'the body'} is wrong: {words[:1].lower()}{words[1:]}", param=path or None)
 
 
-def ignored_fields(body: dict[str, Any], kind: type[ChatRequest] | type[CompletionRequest]) -> tuple[str, ...]:
+def ignored_fields(body: dict[str, Any], kind: type[Wire]) -> tuple[str, ...]:
     """Returns the names of top-level and `magnitude` fields that nothing reads, fit for a header."""
-    names = [name for name in body if name not in _FIELDS[kind]]
+    known = _FIELDS.get(kind) or frozenset(kind.__struct_fields__)
+    names = [name for name in body if name not in known]
     options = body.get("magnitude")
     if isinstance(options, dict):
         names += [f"magnitude.{name}" for name in options if name not in _FIELDS[MagnitudeOptions]]
