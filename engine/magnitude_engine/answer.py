@@ -13,7 +13,7 @@ from magnitude_engine.telemetry import worker_log
 Sink = Callable[[api.AnswerEvent], None]
 
 
-def failed(asked: api.Generate | api.Register, error: MagnitudeError) -> api.Failed:
+def failed(asked: api.Generate | api.Count | api.Register, error: MagnitudeError) -> api.Failed:
     """Returns the event that ends what was asked with `error`; failures of the engine itself are retryable."""
     return api.Failed(
         request=asked.request,

@@ -32,6 +32,8 @@ IDLE_CHECK_S = 1.0
 READING_CHECK_S = 0.1
 # A disk that takes no more is asked again.
 SAVING_CHECK_S = 0.25
+# Longer prompts are refused by their length alone; see `PromptEncoder.encode`.
+COUNTED_CONTEXTS = 32
 # Checks of finished answers, and grammars compiled ahead.
 ASIDE_THREADS = 2
 
@@ -91,6 +93,21 @@ class Engine:
         except Exception:  # noqa: BLE001 - an edge: whatever a request provokes, it gets its one outcome
             names.worker_log.exception("request %s could not be prepared", generate.request)
             self._refuse(answer, EngineError("the request could not be prepared; the worker's log says why"))
+
+    def count(self, count: api.Count, sink: Sink) -> None:
+        """Tells `sink`, on the caller's thread, how many tokens a prompt has; nothing is raised.
+
+        Prompts far beyond the context are counted too, up to `COUNTED_CONTEXTS` of it.
+        """
+        try:
+            prompt = self._model.prompts.encode(count.input, self._limits.context * COUNTED_CONTEXTS)
+        except MagnitudeError as error:
+            sink(failed(count, error))
+        except Exception:  # noqa: BLE001 - an edge: whatever a prompt provokes, it gets its one outcome
+            names.worker_log.exception("prompt %s could not be counted", count.request)
+            sink(failed(count, EngineError("the prompt could not be counted; the worker's log says why")))
+        else:
+            sink(api.Completed(request=count.request, epoch=count.epoch, usage=api.Usage(prompt_tokens=len(prompt))))
 
     def cancel(self, request: str, epoch: int) -> None:
         """Stops a request within one step; nothing more is sent for it. Unknown requests are ignored."""

@@ -95,6 +95,17 @@ class Cancel(Frozen, tag="cancel", frozen=True, kw_only=True):
     epoch: int
 
 
+class Count(Frozen, tag="count", frozen=True, kw_only=True):
+    """Ask how many tokens a prompt has.
+
+    Nothing is generated: the answer is one `Completed` with `usage.prompt_tokens`, or `Failed`.
+    """
+
+    request: str
+    epoch: int
+    input: Input
+
+
 class ToolEvent(Frozen, tag="tool_event", frozen=True, kw_only=True):
     """What became of a tool that a session called: it started, printed more, or finished.
 
@@ -148,4 +159,4 @@ class Hello(Frozen, tag="hello", frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
 
 
-Command = Hello | Generate | Cancel | Probe | ToolEvent | Register | EndSession | Inspect
+Command = Hello | Generate | Count | Cancel | Probe | ToolEvent | Register | EndSession | Inspect

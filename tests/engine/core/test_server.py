@@ -68,6 +68,22 @@ async def test_a_refused_request_is_answered_with_its_error(path: Path) -> None:
     assert right.usage.completion_tokens == 12
 
 
+async def test_counts_a_prompt_without_generating(path: Path, model: LoadedModel, engine: Engine) -> None:
+    chat = api.ChatInput(messages=(api.Message(role="user", content="How many tokens?"),))
+    async with WorkerClient(path) as client:
+        client.send(
+            api.Count(request="a", epoch=1, input=chat),
+            api.Count(request="b", epoch=1, input=api.ChatInput(messages=())),
+            api.Count(request="c", epoch=1, input=api.TextInput(text="x" * 1_000_000)),
+        )
+        told = {event.request: event for event in [await client.event() for _ in range(3)]}
+    assert told["a"] == api.Completed(
+        request="a", epoch=1, usage=api.Usage(prompt_tokens=len(model.prompts.encode(chat)))
+    )
+    assert [told[name].code for name in "bc"] == ["invalid_value", "context_length_exceeded"]
+    assert engine.status().counters["prompt_tokens"] == 0
+
+
 async def test_status_is_pushed_and_answers_a_probe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerClient(path) as client:
         first = await client.status()
