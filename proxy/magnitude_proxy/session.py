@@ -17,11 +17,12 @@ import msgspec
 
 from magnitude_proxy.config import StoreConfig
 from magnitude_proxy.identity import Identity
+from magnitude_proxy.store.book import SessionBook
 from magnitude_proxy.store.connection import KNOCK_S, StoreConnection, StoreDown
 from magnitude_proxy.store.embedded import EmbeddedStore
 from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
 from magnitude_proxy.store.memory import MemoryStore
-from magnitude_proxy.store.record import SessionRecord, State, StepOutcome, after
+from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcome, after
 from magnitude_proxy.telemetry import (
     SPAN_STORE,
     STALE_COMMITS,
@@ -56,7 +57,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sessions:
-    """Opens and commits sessions; owns the store's connection and the embedded server, if any."""
+    """Opens and commits sessions; owns the store's connection and the embedded server, if any.
+
+    Attributes:
+        book: the sessions as clients ask for them.
+    """
 
     def __init__(
         self,
@@ -90,6 +95,7 @@ class Sessions:
             if url and url != IN_MEMORY
             else None
         )
+        self.book = SessionBook(self._memory, None if self._store is None else self, config.session_ttl_s)
         telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
 
     @property
@@ -123,15 +129,17 @@ class Sessions:
         """Returns the lease of the next step; from memory when the store does not answer within its limit."""
         now = self._clock()
         nonce = self._nonce()
+        owner = Owner(identity.tenant, identity.source, identity.raw)
         if self._store is not None:
             try:
-                call = open_call(identity.session, identity.branch, nonce, now, self._config.session_ttl_s)
-                opened = parse_opened(identity.session, await self._call("open", *call))
+                call = open_call(identity.session, identity.branch, owner, nonce, now, self._config.session_ttl_s)
+                opened = parse_opened(identity.session, await self.call("open", *call))
                 self._memory.remember(opened.record)
+                self.book.opened(opened.record)
                 return _lease(identity, opened.token, opened.record, degraded=False)
             except StoreDown:
                 pass
-        token, record = self._memory.open(identity.session, identity.branch, nonce, now)
+        token, record = self._memory.open(identity.session, identity.branch, owner, nonce, now)
         return _lease(identity, token, record, degraded=self._store is not None)
 
     async def commit(self, lease: Lease, outcome: StepOutcome) -> bool:
@@ -146,7 +154,7 @@ class Sessions:
             return self._count_stale(self._memory.commit(session, branch, lease.token, outcome, now))
         try:
             call = commit_call(session, branch, lease.token, outcome, now, self._config.session_ttl_s)
-            return self._count_stale(await self._call("commit", *call) == 1)
+            return self._count_stale(await self.call("commit", *call) == 1)
         except StoreDown:
             known = self._memory.get(session)
             if known is None or known.epoch <= lease.epoch:
@@ -157,12 +165,12 @@ class Sessions:
         """Returns the record of a session id, None when there is none (or, with the store down, none here)."""
         if self._store is not None:
             try:
-                return parse_record(session, await self._call("get", *get_call(session)))
+                return parse_record(session, await self.call("get", *get_call(session)))
             except StoreDown:
                 pass
         return self._memory.get(session)
 
-    async def _call(self, operation: str, *command: str | int | float) -> object:
+    async def call(self, operation: str, *command: str | int | float) -> object:
         """Runs one function of the store with its metrics; raises StoreDown."""
         if self._store is None:
             raise StoreDown("no store is configured")
@@ -175,6 +183,11 @@ class Sessions:
                 raise
         self._telemetry.observe(STORE_SECONDS, time.perf_counter() - began, operation=operation)
         return reply
+
+    def tell(self, *command: str | int | float) -> None:
+        """Sends a command whose reply nobody needs, or drops it while the store is down."""
+        if self._store is not None:
+            self._store.tell(*command)
 
     def _count_stale(self, committed: bool) -> bool:
         if not committed:

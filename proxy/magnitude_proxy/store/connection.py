@@ -14,6 +14,7 @@ the function library again, which a restarted or replaced server may not have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import deque
 from typing import Any, NamedTuple
@@ -119,6 +120,11 @@ class StoreConnection:
         if isinstance(value, Exception):
             raise StoreDown(str(value)) from value
         return value
+
+    def tell(self, *command: str | int | float) -> None:
+        """Sends a command whose reply nobody needs, or drops it while the store is down."""
+        with contextlib.suppress(StoreDown):
+            self._push(command)
 
     def _push(self, command: Command) -> asyncio.Future[object]:
         """Puts a command into the queue; raises StoreDown when the store is down or hopelessly behind."""
