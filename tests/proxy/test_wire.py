@@ -73,7 +73,7 @@ def refused(**fields: Any) -> BadRequest:
         ({"logprobs": 3}, "logprobs"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
-        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -82,6 +82,8 @@ def refused(**fields: Any) -> BadRequest:
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "a.b"}}]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         (

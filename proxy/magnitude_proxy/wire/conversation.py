@@ -5,10 +5,14 @@ Raises `BadRequest` with the JSON path of what is wrong.
 
 from __future__ import annotations
 
+import re
+
 from magnitude_engine import api
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.wire.requests import ChatRequest, ContentPart, WireMessage, WireTool
 
+# OpenAI's own bound: what passes here is taken by every route.
+_TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 _PARTS = ("text", "refusal", "image_url", "input_audio", "file")
 
 
@@ -94,6 +98,12 @@ def read_tools(given: list[WireTool]) -> tuple[api.Tool, ...]:
             if tool.type == "function":
                 raise BadRequest(f"tools[{index}].function is missing", param=f"tools[{index}].function")
             continue
+        if _TOOL_NAME.fullmatch(function.name) is None:
+            raise BadRequest(
+                f"tools[{index}].function.name {function.name[:80]!r} must be 1 to 64 letters (a-z, A-Z), digits, "
+                "underscores or hyphens; rename the tool",
+                param=f"tools[{index}].function.name",
+            )
         if function.name in tools:
             raise BadRequest(
                 f"tools[{index}].function.name {function.name!r} is used twice; names must differ",

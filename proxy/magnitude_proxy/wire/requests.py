@@ -24,6 +24,7 @@ MAX_DEPTH = 64
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1_024
 MAX_STOPS = 16
+OPENAI_STOPS = 4
 MAX_PROMPTS = 128
 INT64 = 2**63
 
@@ -80,7 +81,7 @@ class WireMessage(Wire, frozen=True, kw_only=True):
 class FunctionDefinition(Wire, frozen=True, kw_only=True):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -154,7 +155,7 @@ class Common(Wire, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Seed | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=OPENAI_STOPS)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
