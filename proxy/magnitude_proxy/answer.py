@@ -242,6 +242,7 @@ class Answer:
             cached_tokens=usage.cached_tokens,
             tool_call=tally.tool_call,
             ok=ok,
+            tracked=self._asked.tracked,
         )
         await self._surface.sessions.commit(self._lease, outcome)
 

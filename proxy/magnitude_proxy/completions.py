@@ -18,6 +18,8 @@ from magnitude_proxy.routing.route import Taken
 from magnitude_proxy.surface import EXCHANGE, SURFACE
 from magnitude_proxy.wire.intake import read_completion
 
+_COUNTED = tuple(field.name for field in msgspec.structs.fields(api.Usage) if field.type is int)
+
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answers one completion request; raises ProxyError before anything is sent."""
@@ -70,5 +72,5 @@ def _numbered(queue: asyncio.Queue[tuple[int, Item]], index: int) -> Callable[[I
 
 
 def _sum(one: api.Usage, other: api.Usage) -> api.Usage:
-    fields = api.Usage.__struct_fields__
-    return api.Usage(**{name: getattr(one, name) + getattr(other, name) for name in fields})
+    """Adds up what is counted for every prompt; a prediction belongs to chats only."""
+    return api.Usage(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTED})

@@ -37,8 +37,17 @@ class Worker(Protocol):
     def available(self) -> bool:
         """True when it can answer now."""
 
-    async def inspect(self) -> api.CacheReport:
-        """Returns what its cache holds; raises WorkerLost when it cannot say."""
+    async def count(self, given: api.Input) -> api.Completed | api.Failed:
+        """Returns how many tokens a prompt has as its usage, or why it cannot say."""
+
+    async def inspect(self, limit_s: float = ...) -> api.CacheReport:
+        """Returns what its cache holds; raises WorkerLost when it cannot say so in time."""
+
+    async def register(self, register: api.Register) -> api.Registered | api.Failed:
+        """Returns what it compiled of tools registered ahead, or why it did not."""
+
+    async def tell(self, *news: api.ToolEvent | api.EndSession) -> bool:
+        """Sends what has no answer, no faster than it is taken; False while there is no worker to take it."""
 
 
 class ModelSource(NamedTuple):

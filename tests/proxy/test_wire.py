@@ -217,7 +217,7 @@ def test_a_full_request_becomes_the_neutral_form() -> None:
         stop="X",
         logprobs=True,
         ignore_eos=True,
-        prediction={"type": "content", "content": "x"},
+        prediction={"type": "content", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]},
         metadata={"session_id": "s"},
         prompt_cache_key="k",
         magnitude={"session": "mine", "branch": "b", "config": {"max_batch_size": 4}, "wish": 1},
@@ -239,7 +239,7 @@ def test_a_full_request_becomes_the_neutral_form() -> None:
     assert generate.preferences.max_batch_size == 4
     assert (asked.hints.magnitude_session, asked.hints.metadata_session_id) == ("mine", "s")
     assert asked.include_usage
-    assert asked.predicted
+    assert (asked.predicted, generate.prediction) == (True, "xy")
     assert "magnitude" not in asked.body
     assert asked.body["colour"] == "red"
     assert asked.ignored == ("colour", "magnitude.wish")
@@ -364,6 +364,8 @@ USAGE = api.Usage(
     cached_disk_tokens=1,
     drafted_tokens=4,
     accepted_tokens=1,
+    accepted_prediction_tokens=1,
+    rejected_prediction_tokens=3,
 )
 
 

@@ -110,6 +110,13 @@ class SchemaFormat(Wire, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
+class Prediction(Wire, frozen=True, kw_only=True):
+    """What the client expects the answer to be, in large part."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class ResponseFormat(Wire, frozen=True, kw_only=True):
     """The form of the answer."""
 
@@ -182,7 +189,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     max_completion_tokens: TokenLimit | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -211,6 +218,7 @@ _KEY_END = re.compile(rb'(?<!\\)"\s*:')
 _NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?))')
 _ENUMS = {
     "role": ("system", "developer", "user", "assistant", "tool"),
+    "prediction.type": ("content",),
     "response_format.type": ("text", "json_object", "json_schema"),
 }
 _TYPES = {
