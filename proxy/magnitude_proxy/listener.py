@@ -7,7 +7,7 @@ import socket
 from aiohttp import web
 
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy import health
+from magnitude_proxy import anthropic, health
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
 from magnitude_proxy.errors import HttpRefused
@@ -26,6 +26,8 @@ def api_application(surface: Surface) -> web.Application:
     app = _application(surface, admin=False)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/messages", anthropic.messages)
+    app.router.add_post("/v1/messages/count_tokens", anthropic.count_tokens)
     app.router.add_get("/v1/models", health.models)
     app.router.add_get("/v1/models/{name:.+}", health.model)
     app.router.add_get("/health", health.health)
@@ -41,7 +43,8 @@ def admin_application(surface: Surface) -> web.Application:
 
 
 def _application(surface: Surface, *, admin: bool) -> web.Application:
-    app = web.Application(middlewares=[around], client_max_size=surface.config.listen.max_body_bytes)
+    outward = [around] if admin else [anthropic.in_anthropics_form, around]
+    app = web.Application(middlewares=outward, client_max_size=surface.config.listen.max_body_bytes)
     app[SURFACE] = surface
     app[ADMIN] = admin
     app.on_response_prepare.append(name_request)
