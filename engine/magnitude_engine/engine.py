@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.answer import Answer, Sink, failed, registered
-from magnitude_engine.build import open_cache
-from magnitude_engine.checked import CheckedSink
+from magnitude_engine.build import open_cache, open_speculation
+from magnitude_engine.checked import Aside, CheckedSink
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, WorkerLost
 from magnitude_engine.inbox import Ahead, Hooks, Inbox, Job, JobKey, Question
@@ -68,7 +68,8 @@ class Engine:
         self._clock = clock
         self._inbox = Inbox()
         hooks = Hooks(clock, lambda job: self._inbox.ended(job.key), self._answered, self._inbox.wake)
-        self._stepper = Stepper(model.runner, tensors, cache, config, hooks)
+        speculation = open_speculation(model, config, tensors, cache, clock)
+        self._stepper = Stepper(model.runner, tensors, cache, config, hooks, speculation)
         self._predictor = Predictor(model.prompts, context, self._settled)
         self._limits = RequestLimits(context, config.max_n)
         self._checks: weakref.WeakValueDictionary[JobKey, CheckedSink] = weakref.WeakValueDictionary()
@@ -80,11 +81,17 @@ class Engine:
 
     def submit(self, generate: api.Generate, sink: Sink) -> None:
         """Takes a request in. Its events, refusals included, go to `sink`; nothing is raised."""
+        self._enter(generate, sink, again=False)
+
+    def _enter(self, generate: api.Generate, sink: Sink, again: bool) -> None:
+        """Takes a request in; one that is `again` has its room, and whoever sends it checks its answer."""
         answer = Answer(generate, sink)
         try:
-            self._check_room()
+            if not again:
+                self._check_room()
             prepared = prepare(generate, self._model, self._limits)
-            answer = Answer(generate, self._checked(prepared, sink))
+            if not again:
+                answer = Answer(generate, self._checked(prepared, sink))
             arrival = next(self._arrivals)
             sequences = tuple(Sequence(prepared, choice, arrival, self._model) for choice in range(generate.n))
             self._inbox.put(Job(prepared, answer, sequences, self._clock()))
@@ -163,6 +170,8 @@ class Engine:
     def start(self, on_fatal: Callable[[], None] = lambda: None) -> None:
         """Begins to run steps; `on_fatal` is called (on the engine's thread) when steps keep failing."""
         self._on_fatal = on_fatal
+        # Not only when the first request waits for it.
+        self._model.constraints.start()
         self._thread = threading.Thread(target=self._run, name="magnitude-engine", daemon=True)
         self._thread.start()
 
@@ -209,13 +218,16 @@ class Engine:
         if check is None:
             return sink
         generate = prepared.generate
-        key = JobKey(generate.request, generate.epoch)
 
-        def stop() -> None:
-            self._inbox.cancel(key)
+        def submit(again: api.Generate, events: Sink) -> None:
+            self._enter(again, events, again=True)
 
-        checked = CheckedSink(generate, check, self._model.constraints.check, self._pool, sink, stop)
-        self._checks[key] = checked
+        def cancel(request: str) -> None:
+            self._inbox.cancel(JobKey(request, generate.epoch))
+
+        aside = Aside(self._model.constraints.check, self._pool, submit, cancel)
+        checked = CheckedSink(generate, check, aside, sink)
+        self._checks[JobKey(generate.request, generate.epoch)] = checked
         return checked
 
     def _compile_ahead(self, register: api.Register, told: Callable[[api.Registered | api.Failed], None]) -> None:
