@@ -7,7 +7,7 @@ import socket
 from aiohttp import web
 
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy import anthropic, health
+from magnitude_proxy import anthropic, events, feedback, health, sessions, tools
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
 from magnitude_proxy.errors import HttpRefused
@@ -28,6 +28,12 @@ def api_application(surface: Surface) -> web.Application:
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/messages", anthropic.messages)
     app.router.add_post("/v1/messages/count_tokens", anthropic.count_tokens)
+    app.router.add_post("/v1/tools", tools.tools)
+    app.router.add_post("/v1/feedback", feedback.feedback)
+    app.router.add_get("/v1/sessions", sessions.listed)
+    app.router.add_get("/v1/sessions/{id}", sessions.shown)
+    app.router.add_delete("/v1/sessions/{id}", sessions.deleted)
+    app.router.add_post("/v1/sessions/{id}/events", events.events)
     app.router.add_get("/v1/models", health.models)
     app.router.add_get("/v1/models/{name:.+}", health.model)
     app.router.add_get("/health", health.health)

@@ -61,6 +61,9 @@ STORE_SECONDS = Metric("store_seconds", "histogram", "session store operations",
 STALE_COMMITS = Metric("session_stale_commits", "counter", "session commits refused by compare-and-set")
 WORKER_STARTS = Metric("worker_starts", "counter", "worker processes started")
 WORKER_HANGS = Metric("worker_hangs", "counter", "workers killed because their step counter stood still")
+TOOLS_REGISTERED = Metric("tools_registered", "counter", "registrations of tools by what became of them", ("status",))
+SESSION_EVENTS = Metric("session_events", "counter", "events that agents told of their sessions", ("type",))
+FEEDBACK = Metric("feedback", "counter", "feedback on sessions by what became of it", ("outcome",))
 FRAMES_FENCED = Metric("frames_fenced", "counter", "late frames dropped by epoch")
 
 TABLE: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
