@@ -42,10 +42,10 @@ _INDEXED = 10_000
 class Link(Protocol):
     """The way to the store."""
 
-    async def call(self, operation: str, *command: str | int | float) -> object:
+    async def call(self, operation: str, *command: str | int | float | bytes) -> object:
         """Returns the reply to a command; raises StoreDown."""
 
-    def tell(self, *command: str | int | float) -> None:
+    def tell(self, *command: str | int | float | bytes) -> None:
         """Sends a command whose reply nobody needs, or drops it while the store is down."""
 
 
