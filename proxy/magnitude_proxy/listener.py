@@ -7,7 +7,7 @@ import socket
 from aiohttp import web
 
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy import anthropic, events, feedback, health, sessions, tools
+from magnitude_proxy import anthropic, events, feedback, health, responses, sessions, tools
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
 from magnitude_proxy.errors import HttpRefused
@@ -26,6 +26,10 @@ def api_application(surface: Surface) -> web.Application:
     app = _application(surface, admin=False)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/responses", responses.create)
+    app.router.add_get("/v1/responses/{id}", responses.show)
+    app.router.add_delete("/v1/responses/{id}", responses.delete)
+    app.router.add_post("/v1/responses/{id}/cancel", responses.cancel)
     app.router.add_post("/v1/messages", anthropic.messages)
     app.router.add_post("/v1/messages/count_tokens", anthropic.count_tokens)
     app.router.add_post("/v1/tools", tools.tools)
