@@ -2,9 +2,9 @@
 
 A stream's headers wait for the first content, so that a failure before it is a proper HTTP status and the route in
 the headers is the one that answers; after `hold_headers_s` they go out all the same. From then on a failure is one
-`data: {"error": …}` event and the stream ends without `[DONE]`. A complete answer is committed to its session
-before its end is sent, so that the client's next step finds it. A client that leaves, or does not read for
-`STALL_S`, cancels the work behind its answer.
+`data: {"error": …}` event and the stream ends without `[DONE]`. The commit of a complete answer goes to the store
+before its end goes to the client, whose next step therefore finds it; nobody waits for the store's reply. A client
+that leaves, or does not read for `STALL_S`, cancels the work behind its answer.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ class Answer:
                 if isinstance(item, api.Delta | api.Finished):
                     body.add(item)
                 elif isinstance(item, api.Failed):
-                    await self._commit(ok=False)
+                    self._commit(ok=False)
                     raise from_failed(item)
         encoded = body.encode(self._head(), self._tally.usage)
-        await self._commit(ok=True)
+        self._commit(ok=True)
         return web.Response(body=encoded, content_type="application/json", headers=self._headers())
 
     async def _stream(self, request: web.Request, events: Events) -> web.StreamResponse:
@@ -179,7 +179,7 @@ class Answer:
             late = clock() >= due
             if self._script is None:
                 if isinstance(last, api.Failed):
-                    await self._commit(ok=False)
+                    self._commit(ok=False)
                     raise from_failed(last)
                 if not (late or self._tally.content or isinstance(last, api.Completed)):
                     continue
@@ -187,7 +187,7 @@ class Answer:
                 await outlet.begin(self._headers())
             frames = self._script.frames(batch)
             if isinstance(last, api.Completed | api.Failed):
-                await self._commit(ok=isinstance(last, api.Completed))
+                self._commit(ok=isinstance(last, api.Completed))
                 await outlet.write(frames + self._script.ending(last), STALL_S)
                 return
             if frames or late:
@@ -227,7 +227,7 @@ class Answer:
             headers["x-magnitude-ignored"] = ", ".join(ignored)
         return headers
 
-    async def _commit(self, *, ok: bool) -> None:
+    def _commit(self, *, ok: bool) -> None:
         """Records the step in its session and the tokens in the metrics."""
         tally, usage, telemetry = self._tally, self._tally.usage, self._surface.telemetry
         route = tally.label or "none"
@@ -244,7 +244,7 @@ class Answer:
             ok=ok,
             tracked=self._asked.tracked,
         )
-        await self._surface.sessions.commit(self._lease, outcome)
+        self._surface.sessions.commit(self._lease, outcome)
 
 
 class OpenAI:

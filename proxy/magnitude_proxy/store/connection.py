@@ -119,8 +119,18 @@ class StoreConnection:
             except StoreDown as error:
                 done(error)
 
+        def first(reply: asyncio.Future[object]) -> None:
+            if self._library is None or not _lacks_function(reply.result()):
+                settled(reply)
+                return
+            try:
+                self._push(("FUNCTION", "LOAD", "REPLACE", self._library))
+                self._timed(self._push(command), deadline).add_done_callback(settled)
+            except StoreDown as error:
+                done(error)
+
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        self._timed(self._push(command), deadline).add_done_callback(settled)
+        self._timed(self._push(command), deadline).add_done_callback(first)
 
     def tell(self, *command: str | int | float | bytes) -> None:
         """Sends a command whose reply nobody needs, or drops it while the store is down."""
