@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.answer import Answer, Sink, failed, registered
-from magnitude_engine.build import open_cache
+from magnitude_engine.build import open_cache, open_speculation
 from magnitude_engine.checked import Aside, CheckedSink
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, WorkerLost
@@ -68,7 +68,8 @@ class Engine:
         self._clock = clock
         self._inbox = Inbox()
         hooks = Hooks(clock, lambda job: self._inbox.ended(job.key), self._answered, self._inbox.wake)
-        self._stepper = Stepper(model.runner, tensors, cache, config, hooks)
+        speculation = open_speculation(model, config, tensors, cache, clock)
+        self._stepper = Stepper(model.runner, tensors, cache, config, hooks, speculation)
         self._predictor = Predictor(model.prompts, context, self._settled)
         self._limits = RequestLimits(context, config.max_n)
         self._checks: weakref.WeakValueDictionary[JobKey, CheckedSink] = weakref.WeakValueDictionary()

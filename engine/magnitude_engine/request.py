@@ -21,6 +21,7 @@ from magnitude_engine.decode.grammar.state import GrammarState
 from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
 from magnitude_engine.decode.tools import ToolCallParser
+from magnitude_engine.draft.record import DraftRecord
 from magnitude_engine.draft.tree import DraftTree
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, GrammarFailure, MagnitudeError, RequestError
 from magnitude_engine.kv.lease import CacheKey, Lease
@@ -52,6 +53,7 @@ class PreparedRequest:
         echo: text that precedes each choice's own.
         parses_tools: whether tool calls are looked for in the output.
         grammar: what the output may be; None for anything.
+        prediction: token ids of the text that the client expects; None where it sent none.
     """
 
     generate: api.Generate
@@ -60,6 +62,7 @@ class PreparedRequest:
     echo: str
     parses_tools: bool
     grammar: CompiledGrammar | None = None
+    prediction: tuple[int, ...] | None = None
 
     @property
     def chat(self) -> api.ChatInput | None:
@@ -128,7 +131,13 @@ def prepare(generate: api.Generate, model: LoadedModel, limits: RequestLimits) -
         echo=_echo(generate, model.tokenizer),
         parses_tools=chat is not None and bool(chat.tools) and chat.tool_choice.mode != "none",
         grammar=model.constraints.grammar(generate),
+        prediction=_prediction(generate, model.tokenizer, limits.context),
     )
+
+
+def _prediction(generate: api.Generate, tokenizer: Tokenizer, context: int) -> tuple[int, ...] | None:
+    text = generate.prediction
+    return None if text is None else tuple(tokenizer.encode(text)[:context])
 
 
 def _input_field(generate: api.Generate) -> str:
@@ -198,6 +207,7 @@ class Sequence:
         opening: what a client sees before the first new token: echo, and what a resumed choice had held back.
         drafted, accepted, forced: tokens that were proposed, those of them that it took, and those that its grammar
             left no choice about.
+        drafting: what drafting knows of it.
     """
 
     def __init__(self, prepared: PreparedRequest, choice: int, arrival: int, model: LoadedModel) -> None:
@@ -220,6 +230,7 @@ class Sequence:
         self._grammar = prepared.grammar.begin() if prepared.grammar is not None else None
         self._failure: GrammarFailure | None = None
         self.drafted = self.accepted = self.forced = 0
+        self.drafting = DraftRecord()
         self._said: list[str] = []
         self._calls: dict[int, api.ToolCall] = {}
         self._known = deque(resume.ids)
@@ -251,6 +262,17 @@ class Sequence:
     def room(self) -> int:
         """Tokens that it may still generate."""
         return self.prepared.limit - len(self.output)
+
+    @property
+    def in_call(self) -> bool:
+        """Whether it is writing a tool call."""
+        return self.prepared.calls_only or (self._tools is not None and self._tools.inside)
+
+    @property
+    def leeway(self) -> int | None:
+        """How many tokens its grammar allows next; None for all."""
+        masks = self.masks(DraftTree())
+        return None if masks is None else int.from_bytes(masks[0].numpy().tobytes(), "little").bit_count()
 
     def allowed(self, draft: DraftTree) -> DraftTree:
         """Returns as much of a draft as the grammar allows."""
@@ -301,6 +323,7 @@ class Sequence:
         shown = Emission(ids=(token,))
         if token in self._tokenizer.eos_ids and not generate.ignore_eos:
             return self._close(shown, Finish("stop"))
+        self.drafting.confidence = drawn.confidence
         if drawn.logprobs is not None:
             self._logprobs.append(self._named(drawn.logprobs))
         released = self._text.push(token)
@@ -346,6 +369,7 @@ class Sequence:
 
     def _keep(self, text: str, calls: tuple[api.ToolCallDelta, ...]) -> None:
         self._said.append(text)
+        self.drafting.heard(text)
         for piece in calls:
             before = self._calls.get(piece.index, api.ToolCall(id="", name="", arguments=""))
             self._calls[piece.index] = api.ToolCall(

@@ -105,6 +105,7 @@ def row_specs(sequence: Sequence, draft: DraftTree) -> list[RowSpec]:
             path=[*sequence.output, *(draft.tokens[above] for above in draft.path(node))] if depth else sequence.output,
             mask=masks[node + 1] if masks is not None else None,
             logprobs=generate.logprobs,
+            confidence=sequence.drafting.watched,
         )
         for node, depth in enumerate((0, *draft.depths), -1)
     ]

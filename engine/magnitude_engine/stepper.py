@@ -24,10 +24,9 @@ import torch
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.ahead import PrefillAhead
-from magnitude_engine.calibrate import depths
+from magnitude_engine.calibrate import Subject, rule
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
-from magnitude_engine.draft.controller import FixedDepth
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
 from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
@@ -57,7 +56,13 @@ class Stepper:
     """
 
     def __init__(
-        self, runner: Runner, tensors: KeyValueCache, cache: PagedCache, config: EngineConfig, hooks: Hooks
+        self,
+        runner: Runner,
+        tensors: KeyValueCache,
+        cache: PagedCache,
+        config: EngineConfig,
+        hooks: Hooks,
+        speculation: Speculation,
     ) -> None:
         self.steps = 0
         self.request_seconds = 1.0
@@ -71,7 +76,7 @@ class Stepper:
         self._sessions = SessionLog(cache, hooks.clock)
         self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
         self.ahead = PrefillAhead(runner, tensors, cache, self._seats)
-        self.speculation = Speculation(FixedDepth(), runner.shape.context)
+        self.speculation = speculation
         self._jobs: dict[int, Job] = {}
         self._few: Measured | None = None
         self._many: Measured | None = None
@@ -159,7 +164,8 @@ class Stepper:
 
     def calibrate(self) -> None:
         """Measures what steps cost here; to be called before the first job."""
-        self.speculation.depths = depths(self._runner, self._tensors, self.manager.total, self._hooks.clock)
+        model = Subject(self._runner, self._tensors, self.manager.total)
+        self.speculation.rule = rule(model, self.speculation.drafters, self._hooks.clock)
 
     def close(self) -> None:
         """Gives up what is computed ahead, and closes the cache."""
@@ -373,7 +379,7 @@ class Stepper:
         self.telemetry.count(names.DRAFTED_TOKENS, sum(len(w.draft) for w in work))
         self.telemetry.count(names.ACCEPTED_TOKENS, accepted)
         record(self.telemetry, self.cache, self.ahead.queue)
-        self.speculation.observe(work, accepted, seconds)
+        self.speculation.observe(work, seconds)
         if self._runner.profile == "reference":
             return
         if rows < MIN_PREFILL_ROWS:

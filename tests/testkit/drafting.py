@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from magnitude_engine.draft.controller import FixedDepth
+from magnitude_engine.draft.controller import FixedRule
 from magnitude_engine.draft.proposer import DEFAULT_LIMITS, Proposer
+from magnitude_engine.draft.runs import PastRuns
 from magnitude_engine.draft.tree import DraftTree
 from magnitude_engine.draft.vote import Limits
 from magnitude_engine.engine import Engine
@@ -36,11 +38,11 @@ class _Written:
 
 class _Speculation(Speculation):
     def __init__(self, context: int, drafter: Drafter) -> None:
-        super().__init__(FixedDepth(), context)
+        super().__init__(FixedRule(), context, PastRuns(None, time.monotonic), time.monotonic)
         self._drafter = drafter
 
-    def _proposer(self, sequence: Choice) -> Proposer:
-        return _Written(self._drafter(sequence))
+    def _proposers(self, sequence: Choice) -> list[tuple[str, Proposer]]:
+        return [("written", _Written(self._drafter(sequence)))]
 
 
 def drafted_by(drafter: Drafter, engine: Engine) -> Engine:

@@ -54,6 +54,7 @@ class Usage(Frozen, frozen=True, kw_only=True):
         accepted_prediction_tokens, rejected_prediction_tokens: tokens of `Generate.prediction` that were verified, and
             those of them that the answer does not have; None where there was no prediction.
         speculation: drafted and accepted tokens by proposer; those that proposed nothing are absent.
+        draft_decisions: what was decided in how many steps: `drafted`, `not worth it` or `nothing known`.
     """
 
     prompt_tokens: int = 0
@@ -68,6 +69,7 @@ class Usage(Frozen, frozen=True, kw_only=True):
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
     speculation: tuple[ProposerUse, ...] = ()
+    draft_decisions: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Started(Frozen, tag="started", frozen=True, kw_only=True):

@@ -62,6 +62,11 @@ class _BlockScanner:
         self._escaped = False
         self.push(text)
 
+    @property
+    def inside(self) -> bool:
+        """Whether what may be a call has begun and not ended."""
+        return self._block is not None
+
     def push(self, text: str) -> None:
         """Reads on in `text`, which has grown at its end since the last call."""
         while self.state is _Block.OPEN and self.end < len(text):

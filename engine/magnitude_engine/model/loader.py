@@ -36,6 +36,7 @@ class LoadedModel(NamedTuple):
     prompts: PromptEncoder
     card: api.ModelCard
     constraints: Constraints
+    draft: Runner | None = None
 
     def close(self) -> None:
         """Ends the processes that serve it."""
