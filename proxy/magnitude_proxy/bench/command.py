@@ -1,16 +1,14 @@
-"""`magnitude bench PART`: reads its command line and runs one part.
-
-A part is a module of this package that holds a `PART`; the tuple `PARTS` lists them in the order of the help.
-"""
+"""`magnitude bench PART`: reads its command line and runs one part; `PARTS` lists them in the order of the help."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
+from magnitude_proxy.bench import agent, checkout, show
 from magnitude_proxy.bench.part import Part
 
-PARTS: tuple[Part, ...] = ()
+PARTS: tuple[Part, ...] = (agent.PART, *checkout.PARTS, show.PART)
 
 
 def main(words: Sequence[str]) -> int:
