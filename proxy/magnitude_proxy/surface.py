@@ -66,6 +66,11 @@ class Turnstile:
     def __init__(self) -> None:
         self._inside: Counter[tuple[str, str]] = Counter()
 
+    @property
+    def busy(self) -> bool:
+        """Whether anybody is at work."""
+        return bool(self._inside)
+
     @contextmanager
     def entered(self, what: str, tenant: str, most: int) -> Iterator[None]:
         """Counts the work inside; raises TooManyRequests where `most` are at work. `what` names them, in the plural."""

@@ -84,7 +84,7 @@ def read_registration(raw: bytes, salt: str) -> api.Register:
     for index, tool in enumerate(given):
         if tool.type != "function":
             raise BadRequest(
-                f"tools[{index}].type must be function: no other kind has a schema", param=f"tools[{index}]"
+                f"tools[{index}].type must be function: no other kind has a schema", param=f"tools[{index}].type"
             )
     return api.Register(tenant=salt, request=f"tools-{uuid.uuid4().hex}", tools=read_tools(given), system=asked.system)
 
