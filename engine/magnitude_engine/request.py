@@ -275,15 +275,18 @@ class Sequence:
         return None if masks is None else int.from_bytes(masks[0].numpy().tobytes(), "little").bit_count()
 
     def allowed(self, draft: DraftTree) -> DraftTree:
-        """Returns as much of a draft as the grammar allows."""
+        """Returns a draft without the nodes that the grammar does not allow, and without what is below them."""
         if self._grammar is None:
             return draft
-        found = self._followed(lambda grammar: grammar.masks(draft.tokens))
-        return draft.kept(range(0 if found is None else found.allowed))
+        found = self._followed(lambda grammar: grammar.masks(draft.tokens, draft.parents))
+        return draft.kept(() if found is None else found.allowed)
 
     def masks(self, draft: DraftTree) -> torch.Tensor | None:
-        """Returns which tokens may come next and after each node of `draft`, int32 [1 + nodes, words]; None for all."""
-        found = self._followed(lambda grammar: grammar.masks(draft.tokens))
+        """Returns which tokens may come next and after each node of `draft`, int32 [1 + nodes, words]; None for all.
+
+        `draft` is one that the grammar allows.
+        """
+        found = self._followed(lambda grammar: grammar.masks(draft.tokens, draft.parents))
         # After a failure the next token ends the choice, whatever it is.
         return None if found is None else found.masks
 

@@ -80,13 +80,24 @@ def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
         spans.append(SequenceRows(len(ids), last - first, last, tuple(lease.pages), forks(draft)))
         ids += [*tokens, *draft.tokens]
         positions += [*range(first, known), *(known - 1 + depth for depth in draft.depths)]
-        slots += [lease.pages[p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS for p in range(first, last)]
+        slots += [slot(lease, index) for index in range(first, last)]
         logit_rows += range(len(ids) - wanted, len(ids))
 
     def column(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     return StepBatch(column(ids), column(positions), column(slots), tuple(spans), column(logit_rows))
+
+
+def child(draft: DraftTree, node: int, token: int) -> int | None:
+    """Returns which node right below `node` has this token, where one does; -1 is the last known token."""
+    nodes = range(node + 1, len(draft))
+    return next((at for at in nodes if draft.parents[at] == node and draft.tokens[at] == token), None)
+
+
+def slot(lease: Lease, index: int) -> int:
+    """Returns where the key and value number `index` of a sequence lie: page * PAGE_TOKENS + offset."""
+    return lease.pages[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS
 
 
 def forks(draft: DraftTree) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
+from magnitude_engine.kv.tensors import SlotMove, move_slots
 from magnitude_engine.model.batch import KeyValueCache
 from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Emission, Sequence
@@ -40,7 +41,7 @@ from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, de
 from magnitude_engine.seats import Seats
 from magnitude_engine.session_log import SessionLog
 from magnitude_engine.speculation import Speculation
-from magnitude_engine.step import NO_DRAFT, Verified, Work, build_batch, rows_to_draw
+from magnitude_engine.step import NO_DRAFT, Verified, Work, build_batch, child, rows_to_draw, slot
 
 # Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
 SAVES_PER_STEP = 2
@@ -105,7 +106,10 @@ class Stepper:
         if not work:
             return not self.waiting and self._compute_ahead(began)
         logits = self._forward(work)
-        accepted = sum(self._commit_all(verified) for verified in self._sample(work, logits))
+        moves: list[SlotMove] = []
+        accepted = sum(self._commit_all(verified, moves) for verified in self._sample(work, logits))
+        # Pages may have changed hands meanwhile, but only admission, saving and the model read them.
+        move_slots(self._tensors.pages, moves)
         self._measure(work, accepted, self._hooks.clock() - began)
         self.cache.save(SAVES_PER_STEP)
         return True
@@ -268,20 +272,25 @@ class Stepper:
         """Returns the choices whose next token is drawn from this sequence's logits."""
         return (sequence,) if sequence.width == 1 else self._job(sequence).sequences
 
-    def _commit_all(self, verified: Verified) -> int:
+    def _commit_all(self, verified: Verified, moves: list[SlotMove]) -> int:
         """Follows a draft as far as the model says the same; returns how many of its tokens were right.
 
         Behind it come the tokens about which the grammar leaves no choice: they are known without being drawn.
+        `moves` gets what brings the keys and values of the path to where its tokens stand.
         """
         sequence, draft, drawn = verified
         sequence.drafted += len(draft)
-        accepted = 0
-        for index, each in enumerate(drawn):
-            if not self._commit(sequence, each):
+        accepted, node = 0, -1
+        while True:
+            if not self._commit(sequence, drawn[node + 1]):
                 return accepted
-            if index == len(draft) or sequence.tokens[-1] != draft.tokens[index] or sequence.lease is None:
+            found, lease = child(draft, node, sequence.tokens[-1]), sequence.lease
+            if found is None or lease is None:
                 break
-            self.manager.advance(sequence.lease, 1)
+            node = found
+            if node > accepted:
+                moves.append(SlotMove(slot(lease, lease.length + node - accepted), slot(lease, lease.length)))
+            self.manager.advance(lease, 1)
             accepted += 1
             sequence.accepted += 1
         for token in sequence.settled():
