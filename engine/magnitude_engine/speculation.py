@@ -35,7 +35,7 @@ from magnitude_engine.request import Sequence as Choice
 from magnitude_engine.scheduler import Order
 from magnitude_engine.step import NO_DRAFT, Work
 
-LIMITS = Limits(nodes=16, depth=16, score=0.05, fork=False)
+LIMITS = Limits(nodes=16, depth=16, score=0.05)
 # An index of 6,000 tokens holds half a megabyte, and is built anew in a few milliseconds.
 KEPT_SESSIONS = 32
 # Prompt tokens kept before an answer in a tenant's runs, so that the beginning of an answer is found too.

@@ -35,6 +35,8 @@ LONGEST_CHAIN = 8
 MODEL_GRANT, MODEL_MOST = 64.0, 256.0
 # How sure a guess must be in steps that do not depend on time.
 LIKELY = 0.5
+# Small drafts take in less likely tokens, too, which is where they fork.
+SMALL, POSSIBLE = 8, 0.15
 
 
 class Stage(NamedTuple):
@@ -227,7 +229,7 @@ class Controller:
 
 
 class FixedRule:
-    """Verifies every token that is likelier than not, whatever it costs: for runs that must not depend on time.
+    """Verifies every token that is likelier than not, and of small drafts more: for runs that must not depend on time.
 
     Args:
         depths: how many tokens each proposer that computes drafts where others know nothing likely; what it drafts is
@@ -249,8 +251,8 @@ class FixedRule:
         return tree
 
     def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
-        """Returns how many tokens are likelier than not."""
-        return [sum(1 for p in draft if p >= LIKELY) for draft in drafts]
+        """Returns how many tokens are likelier than not, or are among the first few and possible."""
+        return [sum(1 for at, p in enumerate(draft) if p >= (POSSIBLE if at < SMALL else LIKELY)) for draft in drafts]
 
     def chance(self, proposer: str, signs: Signs) -> float:
         """Returns 1: a guess is all but certain, so that those of a whole chain are verified."""

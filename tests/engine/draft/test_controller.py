@@ -301,9 +301,9 @@ def test_a_trial_is_small() -> None:
     assert TRIAL <= run.drafted["suffix"] - before <= 4 * TRIAL
 
 
-def test_the_fixed_rule_takes_what_is_likelier_than_not_whatever_comes_of_it() -> None:
+def test_the_fixed_rule_takes_what_is_likely_whatever_comes_of_it() -> None:
     rule = FixedRule({"model": 3})
-    assert rule.choose([(0.9, 0.5, 0.49), (), (0.2,)], 3) == [2, 0, 0]
+    assert rule.choose([(0.9, 0.5, 0.15, 0.14), (), (0.1,), (0.5,) * 9 + (0.49,)], 3) == [3, 0, 0, 9]
     rule.observe(Outcome(1, 1, 100.0, 16, (Share("suffix", 16, 15.0, 0),)))
     assert rule.choose([PROMISE], 1) == [13]
     assert [rule.goes_on("model", depth, [1.0], Stage(1, 1)) for depth in range(5)] == [True, True, True, False, False]
