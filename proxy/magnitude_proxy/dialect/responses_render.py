@@ -115,7 +115,7 @@ class ResponseAnswer(Gathering):
         if self._complete is not None and status != "failed":
             return self._complete
         parts = [] if status == "in_progress" else self.parts.parts
-        ends = ["completed" for _ in parts]
+        ends: list[Status] = ["completed"] * len(parts)
         if ends and status in ("incomplete", "failed"):
             ends[-1] = "incomplete"
         name = self._opening.id
