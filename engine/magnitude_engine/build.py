@@ -7,6 +7,7 @@ from collections.abc import Callable
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig, cache_folder
 from magnitude_engine.draft.controller import FixedRule
 from magnitude_engine.draft.runs import PastRuns, open_store
+from magnitude_engine.drafters.chain import Drafter
 from magnitude_engine.drafters.model import ModelDrafter, pages_within
 from magnitude_engine.drafters.selfdraft import SelfDrafter, spread
 from magnitude_engine.kv.blocks import CacheIdentity
@@ -58,7 +59,7 @@ def open_speculation(
     """
     kept = config.kv_disk_mb > 0 and config.drafts
     store = open_store(cache_folder(config) / RUNS_FOLDER, model.card.tokenizer_hash) if kept else None
-    drafters: list[ModelDrafter | SelfDrafter] = []
+    drafters: list[Drafter] = []
     if config.drafts:
         if model.draft is not None:
             pages = pages_within(model.draft, config.kv_memory_mb // DRAFT_SHARE)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
-from typing import NamedTuple
 
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.draft.controller import Controller, FixedRule
 from magnitude_engine.draft.costs import StepCosts, is_sane
-from magnitude_engine.drafters.model import ModelDrafter
-from magnitude_engine.drafters.selfdraft import SelfDrafter
+from magnitude_engine.drafters.chain import Drafter, Pass
 from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
-from magnitude_engine.model.batch import KeyValueCache
-from magnitude_engine.model.runner import Runner
 from magnitude_engine.step import Rows, build_batch
 from magnitude_engine.telemetry import worker_log
 
@@ -24,18 +20,7 @@ CONTEXT = 512
 ROUNDS = 2
 
 
-class Subject(NamedTuple):
-    """What is measured: a model, a cache whose first `pages` pages nobody uses yet, and the layers of a pass."""
-
-    runner: Runner
-    tensors: KeyValueCache
-    pages: int
-    layers: tuple[int, ...] | None = None
-
-
-def rule(
-    model: Subject, drafters: Sequences[ModelDrafter | SelfDrafter], clock: Callable[[], float]
-) -> Controller | FixedRule:
+def rule(model: Pass, drafters: Sequences[Drafter], clock: Callable[[], float]) -> Controller | FixedRule:
     """Returns what decides how much is drafted: by measured costs, or in `reference` by a fixed rule.
 
     Writes to the first pages of the caches.
@@ -43,7 +28,7 @@ def rule(
     if model.runner.profile == "reference":
         return FixedRule()
     measured = seconds(model, ROWS, clock)
-    passes = {each.name: seconds(subject(each, model.pages), DRAFT_ROWS, clock) for each in drafters}
+    passes = {each.name: seconds(each.a_pass(model.pages), DRAFT_ROWS, clock) for each in drafters}
     if not all(is_sane(each) for each in (measured, *passes.values())):
         worker_log.warning("the costs of steps cannot be measured: nothing is drafted by cost")
         return FixedRule({})
@@ -53,14 +38,7 @@ def rule(
     return Controller(StepCosts(measured), {name: StepCosts(taken) for name, taken in passes.items()})
 
 
-def subject(drafter: ModelDrafter | SelfDrafter, pages: int) -> Subject:
-    """Returns what a drafter's pass computes; `pages` of the model's own cache are free."""
-    if isinstance(drafter, SelfDrafter):
-        return Subject(drafter.runner, drafter.tensors, pages, drafter.layers)
-    return Subject(drafter.runner, drafter.tensors, drafter.tensors.pages.shape[1])
-
-
-def seconds(measured: Subject, counts: Sequences[int], clock: Callable[[], float]) -> Mapping[int, float]:
+def seconds(measured: Pass, counts: Sequences[int], clock: Callable[[], float]) -> Mapping[int, float]:
     """Returns, for each number of rows, the least seconds of a pass, logits included."""
     context = min(CONTEXT, measured.pages * PAGE_TOKENS) - max(counts)
     lease = Lease(CacheKey("", "", ""), list(range(pages_for(context + max(counts)))), context)

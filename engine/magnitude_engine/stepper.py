@@ -24,9 +24,10 @@ import torch
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.ahead import PrefillAhead
-from magnitude_engine.calibrate import Subject, rule
+from magnitude_engine.calibrate import rule
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
+from magnitude_engine.drafters.chain import Pass
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
 from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
@@ -168,7 +169,7 @@ class Stepper:
 
     def calibrate(self) -> None:
         """Measures what steps cost here; to be called before the first job."""
-        model = Subject(self._runner, self._tensors, self.manager.total)
+        model = Pass(self._runner, self._tensors, self.manager.total)
         self.speculation.rule = rule(model, self.speculation.drafters, self._hooks.clock)
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from magnitude_engine import api
-from magnitude_engine.draft.need import Confidence
 from magnitude_engine.errors import RequestError
 from magnitude_kernels import dispatch
 from magnitude_kernels.sample.noise import row_key
@@ -62,6 +61,13 @@ class RawLogprobs(NamedTuple):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+class Confidence(NamedTuple):
+    """How sure the model is of a token: entropy in nats, and by how much the likeliest leads, as probability."""
+
+    entropy: float
+    margin: float
 
 
 class Drawn(NamedTuple):

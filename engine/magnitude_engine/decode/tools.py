@@ -62,11 +62,6 @@ class _BlockScanner:
         self._escaped = False
         self.push(text)
 
-    @property
-    def inside(self) -> bool:
-        """Whether what may be a call has begun and not ended."""
-        return self._block is not None
-
     def push(self, text: str) -> None:
         """Reads on in `text`, which has grown at its end since the last call."""
         while self.state is _Block.OPEN and self.end < len(text):
@@ -135,6 +130,11 @@ class ToolCallParser:
     def called(self) -> bool:
         """Whether a call was recognised and is complete."""
         return self._complete > 0
+
+    @property
+    def inside(self) -> bool:
+        """Whether what may be a call has begun and not ended."""
+        return self._block is not None
 
     def push(self, text: str) -> tuple[str, tuple[api.ToolCallDelta, ...]]:
         """Takes more text; returns what of it is certainly plain, and the calls that it completed or went on with."""

@@ -25,25 +25,19 @@ _MARGINS = (0.2, 0.8)
 _NARROW = 64
 
 
-class Confidence(NamedTuple):
-    """How sure the model was of a token: entropy in nats, and by how much the likeliest led, as probability."""
-
-    entropy: float
-    margin: float
-
-
 class Signs(NamedTuple):
     """What is known before a token is guessed.
 
     Attributes:
         kind: what is being written.
         grip: how much the grammar leaves open.
-        confidence: of the last token; None where nothing was drawn yet.
+        confidence: how sure the model was of the last token: entropy in nats, and by how much the likeliest token led,
+            as probability; None where nothing was drawn yet.
     """
 
     kind: StepKind
     grip: Grip
-    confidence: Confidence | None
+    confidence: tuple[float, float] | None
 
     @property
     def bucket(self) -> tuple[Hashable, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from magnitude_engine.draft.need import Confidence, StepKind
+from magnitude_engine.draft.need import StepKind
 
 Reason = Literal["drafted", "not worth it", "nothing known"]
 
@@ -46,13 +46,13 @@ class DraftRecord:
         uses: by proposer; a token that two proposed counts for both.
         reasons: in how many steps was decided what.
         watched: whether the model's confidence is wanted with each token.
-        confidence: of the last token that was drawn.
+        confidence: how sure the model was of the last token that was drawn (`Signs.confidence`).
     """
 
     uses: dict[str, Use] = field(default_factory=dict)
     reasons: dict[Reason, int] = field(default_factory=dict)
     watched: bool = False
-    confidence: Confidence | None = None
+    confidence: tuple[float, float] | None = None
     _fences: int = 0
     _held: str = ""
 

@@ -13,6 +13,8 @@ from magnitude_engine.draft.controller import Rule, Stage
 from magnitude_engine.draft.need import Signs
 from magnitude_engine.draft.tree import DraftTree
 from magnitude_engine.kv.lease import Lease
+from magnitude_engine.model.batch import KeyValueCache
+from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Sequence as Choice
 from magnitude_engine.step import row_specs
 
@@ -71,6 +73,15 @@ class Chain:
         return replace(row_specs(self.sequence, self.tree())[-1], logprobs=0)
 
 
+class Pass(NamedTuple):
+    """What a forward pass computes, for measuring it: in a cache whose first `pages` pages nobody uses yet."""
+
+    runner: Runner
+    tensors: KeyValueCache
+    pages: int
+    layers: tuple[int, ...] | None = None
+
+
 class Drafter(Protocol):
     """A proposer that computes.
 
@@ -79,6 +90,9 @@ class Drafter(Protocol):
     """
 
     name: str
+
+    def a_pass(self, unused: int) -> Pass:
+        """Returns what its passes compute; `unused` pages of the model's own cache are."""
 
     def begin(self, chains: Sequence[Chain]) -> list[Chain]:
         """Makes room for the longest chains; returns those that there is room for."""

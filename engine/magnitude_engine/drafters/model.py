@@ -15,7 +15,7 @@ import torch
 
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.draft.controller import LONGEST_CHAIN
-from magnitude_engine.drafters.chain import Chain, Guess, drawn
+from magnitude_engine.drafters.chain import Chain, Guess, Pass, drawn
 from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
 from magnitude_engine.kv.retention import SessionKey
 from magnitude_engine.model.runner import Runner
@@ -55,11 +55,15 @@ class ModelDrafter:
     name = "model"
 
     def __init__(self, runner: Runner, columns: int, pages: int) -> None:
-        self.runner = runner
-        self.tensors = runner.allocate_cache(pages)
+        self._runner = runner
+        self._tensors = runner.allocate_cache(pages)
         self._columns = columns
         self._free = list(range(pages))
         self._held: OrderedDict[Order, _Held] = OrderedDict()
+
+    def a_pass(self, unused: int) -> Pass:
+        """Returns a pass of the draft model."""
+        return Pass(self._runner, self._tensors, len(self._free))
 
     def begin(self, chains: Sequence[Chain]) -> list[Chain]:
         """Finds what is held of each sequence, and pages for what it may draft, if need be those unused longest."""
@@ -100,8 +104,8 @@ class ModelDrafter:
             held.ended = True
 
     def _forward(self, parts: Sequence[tuple[_Held, list[int]]], wanted: int) -> torch.Tensor:
-        batch = build_batch([Rows(tokens, held.lease, wanted) for held, tokens in parts], self.runner.device)
-        logits = self.runner.forward(batch, self.tensors).logits
+        batch = build_batch([Rows(tokens, held.lease, wanted) for held, tokens in parts], self._runner.device)
+        logits = self._runner.forward(batch, self._tensors).logits
         for held, tokens in parts:
             held.tokens += tokens
             held.lease.length += len(tokens)
@@ -110,7 +114,7 @@ class ModelDrafter:
     def _place(self, sequence: Choice) -> None:
         """Makes what is held of a sequence true and long enough; where that is impossible nothing is held of it."""
         held = self._held.pop(sequence.order, None) or self._adopted(sequence)
-        most = min(len(sequence.tokens) + LONGEST_CHAIN, self.runner.shape.context)
+        most = min(len(sequence.tokens) + LONGEST_CHAIN, self._runner.shape.context)
         if len(sequence.tokens) >= most:
             self._free += held.lease.pages
             return

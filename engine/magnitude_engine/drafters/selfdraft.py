@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from magnitude_engine.draft.controller import LONGEST_CHAIN
-from magnitude_engine.drafters.chain import Chain, Guess, drawn
+from magnitude_engine.drafters.chain import Chain, Guess, Pass, drawn
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.model.batch import KeyValueCache
 from magnitude_engine.model.runner import Runner
@@ -28,10 +28,14 @@ class SelfDrafter:
     name = "self"
 
     def __init__(self, runner: Runner, tensors: KeyValueCache, cache: PagedCache, layers: Sequence[int]) -> None:
-        self.runner = runner
-        self.tensors = tensors
-        self.layers = tuple(layers)
+        self._runner = runner
+        self._tensors = tensors
+        self._layers = tuple(layers)
         self._cache = cache
+
+    def a_pass(self, unused: int) -> Pass:
+        """Returns a pass of its layers."""
+        return Pass(self._runner, self._tensors, unused, self._layers)
 
     def begin(self, chains: Sequence[Chain]) -> list[Chain]:
         """Gives the leases pages for the longest chains."""
@@ -59,7 +63,7 @@ class SelfDrafter:
                 first = chain.lease.length
                 tokens = chain.sequence.tokens[first:]
             shares.append(Rows(tokens, replace(chain.lease, length=first), 1))
-        logits = self.runner.forward(build_batch(shares, self.runner.device), self.tensors, self.layers).logits
+        logits = self._runner.forward(build_batch(shares, self._runner.device), self._tensors, self._layers).logits
         return drawn(logits, [chain.spec() for chain in chains]), sum(len(share.tokens) for share in shares)
 
     def leave(self, sequence: Choice) -> None:

@@ -12,14 +12,14 @@ import pytest
 from magnitude_engine.draft.controller import Controller, FixedRule, Outcome, Share, Stage
 from magnitude_engine.draft.costs import StepCosts, is_sane
 from magnitude_engine.draft.guard import TRIAL
-from magnitude_engine.draft.need import Confidence, Signs
+from magnitude_engine.draft.need import Signs
 from magnitude_engine.draft.tree import DraftTree, common, merge
 
 DEPTH = 16
 PLAIN_S = 0.010
 PROMISE = tuple(0.95**depth for depth in range(1, DEPTH + 1))
-SURE = Signs("text", "free", Confidence(0.01, 0.99))
-UNSURE = Signs("text", "free", Confidence(3.0, 0.1))
+SURE = Signs("text", "free", (0.01, 0.99))
+UNSURE = Signs("text", "free", (3.0, 0.1))
 
 
 def costs(row_s: float, plain_s: float = PLAIN_S) -> StepCosts:
