@@ -214,7 +214,10 @@ RequestType = TypeVar("RequestType", bound=Wire)
 _FIELDS: dict[type[Wire], frozenset[str]] = {
     kind: frozenset(kind.__struct_fields__) for kind in (ChatRequest, CompletionRequest, MagnitudeOptions)
 }
-_KEY_END = re.compile(rb'(?<!\\)"\s*:')
+# A quote that is not escaped before a colon. The quote stands first, so that the search leaps from quote to quote.
+_KEY_END = re.compile(rb'"(?<!\\")\s*:')
+# A quote after two backslashes may end a key too.
+_UNCLEAR_END = re.compile(rb'\\\\"\s*:')
 _NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?))')
 _ENUMS = {
     "role": ("system", "developer", "user", "assistant", "tool"),
@@ -254,7 +257,7 @@ def decode_json(raw: bytes) -> dict[str, Any]:
         ) from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, not {_kind(body)}", code="invalid_json")
-    if _count_keys(body) != len(_KEY_END.findall(raw)):
+    if _count_keys(body) != len(_KEY_END.findall(raw)) or _UNCLEAR_END.search(raw):
         _refuse_duplicates(raw)
     return body
 
