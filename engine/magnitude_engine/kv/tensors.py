@@ -53,11 +53,10 @@ def write_page(pages: torch.Tensor, page: int, payload: Payload) -> None:
 
 
 def move_slots(pages: torch.Tensor, moves: Sequence[SlotMove]) -> None:
-    """Copies keys and values of single tokens within `pages`, [2 * layers, pages, PAGE_TOKENS, ...], all at once."""
-    if moves:
-        slots = pages.flatten(1, 2)
-        sources, targets = torch.tensor(moves, dtype=torch.int64, device=pages.device).T
-        slots[:, targets] = slots[:, sources]
+    """Carries out moves of single tokens' keys and values, in order, within `pages`, [2 * layers, pages, ...]."""
+    slots = pages.flatten(1, 2)
+    for source, target in moves:
+        slots[:, target].copy_(slots[:, source])
 
 
 def _move(op: PageOp) -> PageMove:

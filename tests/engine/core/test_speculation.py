@@ -1,14 +1,20 @@
-"""Drafts change when tokens come, never which: every answer is that of an engine without them, event by event."""
+"""Drafts change when tokens come, never which: every answer is that of an engine without them, event by event.
+
+The drafts are trees around the answer, which fork at random places (`testkit/drafting.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from magnitude_engine import api
+from magnitude_engine import api, stepper
 from magnitude_engine.engine import Engine
+from magnitude_engine.model import attention
 from magnitude_engine.model.loader import LoadedModel
 from testkit.drafting import Oracle, drafted_by
 from testkit.engine import Recorder, alone, engine_config, generate, run, submit
@@ -36,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two tokens": {"max_tokens": 2},
     "many tokens": {"sampling": SEEDED, "max_tokens": 33},
     "echo": {"echo": True, "n": 2, "sampling": SEEDED},
+    "grammar": {"sampling": SEEDED, "format": api.RegexFormat(pattern="([a-h]{3}, so [n-z]){9}"), "max_tokens": 24},
 }
 LONG_CASES = [name for name in CASES if name not in ("one token", "two tokens")]
 
@@ -103,6 +110,31 @@ def test_alone(model: LoadedModel, case: str, errors: float) -> None:
     if case in LONG_CASES:
         counts_fit([answer], errors)
         assert (engine._stepper.steps < asked.max_tokens) or errors != ALWAYS_RIGHT
+
+
+def every_node_sees_all_before_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "above", lambda parents: np.tri(len(parents), dtype=np.bool_))
+
+
+def a_node_sees_itself_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "above", lambda parents: np.eye(len(parents), dtype=np.bool_))
+
+
+def paths_stay_where_they_were_computed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stepper, "move_slots", lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    "fault", [every_node_sees_all_before_it, a_node_sees_itself_alone, paths_stay_where_they_were_computed]
+)
+def test_a_planted_fault_is_caught(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    asked = [generate(f"{i} is computed wrongly", sampling=SEEDED, max_tokens=24) for i in range(3)]
+    engine = drafting(model, asked, ALWAYS_RIGHT, small(model))
+    fault(monkeypatch)
+    answers = run(engine, *asked)
+    assert any(told(answer, 0) != told(alone(model, each), 0) for each, answer in zip(asked, answers, strict=True))
 
 
 @pytest.mark.parametrize("errors", [ALWAYS_RIGHT, OFTEN_RIGHT])
