@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from magnitude_proxy.bench import agent, checkout, show
+from magnitude_proxy.bench import agent, checkout, proxy, show
 from magnitude_proxy.bench.part import Part
 
-PARTS: tuple[Part, ...] = (agent.PART, *checkout.PARTS, show.PART)
+PARTS: tuple[Part, ...] = (agent.PART, proxy.PART, *checkout.PARTS, show.PART)
 
 
 def main(words: Sequence[str]) -> int:
