@@ -19,7 +19,7 @@ def _product(kind: str, type_: str, inputs: int, outputs: int) -> Iterator[Build
         "codes_ptr": "*i8" if bits == 8 else "*u8",
         "scale_ptr": "*fp16",
         "minimum_ptr": "*fp16" if minimum else "constexpr",
-        "sums_ptr": f"*{type_}" if shared.count == 1 else "*fp32",
+        "sums_ptr": f"*{type_}" if shared.number == 1 else "*fp32",
         "rows": "i32",
         **dict.fromkeys(NUMBERS, "i32"),
     }
@@ -38,9 +38,9 @@ def _product(kind: str, type_: str, inputs: int, outputs: int) -> Iterator[Build
         yield Build(name, product_kernel, every, constants | absent, NUM_WARPS, STAGES, NUMBERS, (target,))
 
 
-def _add(type_: str, count: int) -> Build:
+def _add(type_: str, number: int) -> Build:
     types = {"sums_ptr": "*fp32", "y_ptr": f"*{type_}", "size": "i32", "COUNT": "constexpr", "BLOCK": "constexpr"}
-    return Build(f"add {count}, {type_}", add_kernel, types, {"COUNT": count, "BLOCK": COMBINED}, NUM_WARPS)
+    return Build(f"add {number}, {type_}", add_kernel, types, {"COUNT": number, "BLOCK": COMBINED}, NUM_WARPS)
 
 
 BUILDS = (
@@ -49,5 +49,5 @@ BUILDS = (
     *_product("Q4_1", "fp32", 4096, 4096),
     *_product("Q8_0", "bf16", 4096, 128_256),
     *_product("Q8_0", "fp32", 4096, 4096),
-    _add("bf16", stretches(4096 // GROUP, 4096).count),
+    _add("bf16", stretches(4096 // GROUP, 4096).number),
 )

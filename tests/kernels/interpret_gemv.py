@@ -53,5 +53,5 @@ def test_the_judge_sees_a_kernel_that_skips_a_group() -> None:
 def test_stretches_cover_every_group_once() -> None:
     for groups in (1, 7, 18, 48, 128, 448):
         for outputs in (1, 192, 960, 4096, 49_152, 128_256):
-            count, each = stretches(groups, outputs)
-            assert (count - 1) * each < groups <= count * each
+            number, each = stretches(groups, outputs)
+            assert (number - 1) * each < groups <= number * each

@@ -36,9 +36,9 @@ _HALF = tl.constexpr(GROUP // 2)
 
 
 class Stretches(NamedTuple):
-    """How the groups of a weight are shared out: `count` stretches of `groups` each, the last one perhaps shorter."""
+    """How the groups of a weight are shared out: `number` stretches of `groups` each, the last one perhaps shorter."""
 
-    count: int
+    number: int
     groups: int
 
 
@@ -52,8 +52,8 @@ def gemv(x: torch.Tensor, weight: Packed) -> torch.Tensor:
 
 def workspace(y: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Returns where stretches put their sums: `y` itself where there is but one, else float32 [stretches, *y.shape]."""
-    count = stretches(weight.inputs // GROUP, weight.outputs).count
-    return y if count == 1 else torch.empty((count, *y.shape), dtype=torch.float32, device=y.device)
+    number = stretches(weight.inputs // GROUP, weight.outputs).number
+    return y if number == 1 else torch.empty((number, *y.shape), dtype=torch.float32, device=y.device)
 
 
 def launch(x: torch.Tensor, weight: Packed, y: torch.Tensor, sums: torch.Tensor) -> None:
@@ -62,7 +62,7 @@ def launch(x: torch.Tensor, weight: Packed, y: torch.Tensor, sums: torch.Tensor)
         return
     groups, outputs = weight.scale.shape
     shared = stretches(groups, outputs)
-    product_kernel[(triton.cdiv(outputs, BLOCK_N), shared.count)](
+    product_kernel[(triton.cdiv(outputs, BLOCK_N), shared.number)](
         x,
         weight.codes,
         weight.scale,
@@ -82,9 +82,9 @@ def launch(x: torch.Tensor, weight: Packed, y: torch.Tensor, sums: torch.Tensor)
         num_warps=NUM_WARPS,
         num_stages=STAGES,
     )
-    if shared.count > 1:
+    if shared.number > 1:
         add_kernel[(triton.cdiv(y.numel(), COMBINED),)](
-            sums, y, y.numel(), COUNT=shared.count, BLOCK=COMBINED, num_warps=NUM_WARPS
+            sums, y, y.numel(), COUNT=shared.number, BLOCK=COMBINED, num_warps=NUM_WARPS
         )
 
 
@@ -97,7 +97,7 @@ def stretches(groups: int, outputs: int) -> Stretches:
     return Stretches(max(1, triton.cdiv(groups, each)), each)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _nibble(codes, HAS_MINIMUM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns 4-bit codes as they are multiplied: without a minimum their zero is 8."""
     numbers = codes.to(tl.int32)

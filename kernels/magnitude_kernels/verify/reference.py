@@ -71,8 +71,9 @@ def lay_out(drafts: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch
         tokens += [NO_NODE, *draft_tokens]
         parents += [NO_NODE, *draft_parents]
         starts.append(len(tokens))
-    columns = (torch.tensor(column, dtype=torch.int64, device=device) for column in (starts, tokens, parents))
-    return Trees(*columns, max((len(draft_tokens) for draft_tokens, _ in drafts), default=0))
+    rows = torch.tensor([tokens, parents], dtype=torch.int64, device=device)
+    most_nodes = max((len(draft_tokens) for draft_tokens, _ in drafts), default=0)
+    return Trees(torch.tensor(starts, dtype=torch.int64, device=device), rows[0], rows[1], most_nodes)
 
 
 def verify(trees: Trees, drawn: torch.Tensor) -> Accepted:

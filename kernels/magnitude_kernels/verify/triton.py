@@ -48,7 +48,7 @@ def block_size(most_nodes: int) -> int:
     return max(16, 1 << (most_nodes - 1).bit_length()) if most_nodes else 16
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _child(tokens, parents, node, at, wanted, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the child of node `at` whose token is `wanted`, BLOCK where there is none."""
     right = (parents == at) & (node > at) & (tokens == wanted) & (wanted >= 0)
