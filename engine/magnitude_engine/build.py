@@ -23,8 +23,6 @@ from magnitude_engine.speculation import Speculation
 MIB = 1024 * 1024
 # A million tokens; more would only slow the page accounts down.
 MAX_PAGES = 1 << 16
-# The draft model's keys and values, as a share of the model's own.
-DRAFT_SHARE = 8
 # Layers that the model drafts with (tests/bench/log.md).
 SELF_SHARE = 0.6
 RUNS_FOLDER = "runs"
@@ -62,7 +60,7 @@ def open_speculation(
     drafters: list[Drafter] = []
     if config.drafts:
         if model.draft is not None:
-            pages = pages_within(model.draft, config.kv_memory_mb // DRAFT_SHARE)
+            pages = pages_within(model.draft, config.draft_kv_mb)
             drafters.append(ModelDrafter(model.draft, model.tokenizer.vocab_size, pages))
         layers = spread(model.runner.shape.layers, SELF_SHARE)
         drafters.append(SelfDrafter(model.runner, tensors, cache, layers))

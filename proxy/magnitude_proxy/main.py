@@ -21,7 +21,7 @@ from magnitude_engine.config import EngineConfig, default_data_dir
 from magnitude_engine.errors import ConfigError, MagnitudeError
 from magnitude_proxy import settings
 from magnitude_proxy.config import ProxyConfig
-from magnitude_proxy.setup.progress import Bar
+from magnitude_proxy.setup.progress import Bar, Progress
 from magnitude_proxy.setup.pull import KNOWN, KnownModel, ResolvedModel, known_model, model_file, pull, resolve_model
 
 ENGINE_MODULE = "magnitude_engine.main"
@@ -66,6 +66,16 @@ def with_model(config: ProxyConfig, model: ResolvedModel) -> ProxyConfig:
     engine = msgspec.structs.replace(engine, model_path=str(model.path), model_name=name)
     worker = msgspec.structs.replace(config.worker, engine=engine)
     return msgspec.structs.replace(config, worker=worker)
+
+
+def with_draft(config: ProxyConfig, progress: Progress) -> ProxyConfig:
+    """Returns `config` with the path of the draft model instead of its name, pulling a known one."""
+    engine = config.worker.engine
+    if engine is None or engine.draft_model_path is None:
+        return config
+    draft = resolve_model(engine.draft_model_path, Path(config.data_dir), progress)
+    engine = msgspec.structs.replace(engine, draft_model_path=str(draft.path))
+    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, engine=engine))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,7 +131,7 @@ def _serve(config: ProxyConfig) -> int:
         data_dir = Path(config.data_dir)
         bar = _bar(known_model(config.worker.model), data_dir)
         try:
-            config = with_model(config, resolve_model(config.worker.model, data_dir, bar))
+            config = with_draft(with_model(config, resolve_model(config.worker.model, data_dir, bar)), bar)
         finally:
             bar.close()
     from magnitude_proxy import app

@@ -146,7 +146,7 @@ class Failed(Frozen, tag="failed", frozen=True, kw_only=True):
 
 
 class ModelCard(Frozen, frozen=True, kw_only=True):
-    """The model a worker serves."""
+    """The model a worker serves; `draft` names the model that drafts for it, where there is one."""
 
     name: str
     architecture: str
@@ -157,6 +157,7 @@ class ModelCard(Frozen, frozen=True, kw_only=True):
     weights_hash: str
     parameters: int = 0
     path: str = ""
+    draft: str | None = None
 
 
 class Welcome(Frozen, tag="welcome", frozen=True, kw_only=True):

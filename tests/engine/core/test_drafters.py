@@ -8,13 +8,17 @@ import msgspec
 import pytest
 
 from magnitude_engine import api
+from magnitude_engine.config import EngineConfig
 from magnitude_engine.draft.controller import FixedRule
 from magnitude_engine.drafters.model import ModelDrafter
 from magnitude_engine.drafters.selfdraft import SelfDrafter, spread
 from magnitude_engine.engine import Engine
-from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.errors import ConfigError
+from magnitude_engine.model.loader import LoadedModel, check_vocabulary, load_model
+from magnitude_engine.model.tokenizer import SpecialTokens, Tokenizer
 from testkit.engine import alone, engine_config, generate, run
-from testkit.tiny import tiny_model
+from testkit.model import smollm2_path
+from testkit.tiny import tiny_model, tiny_tokenizer
 
 PAGES, DRAFT_PAGES = 96, 64
 SEEDED = api.Sampling(temperature=1.1, top_p=0.95, seed=11)
@@ -155,3 +159,41 @@ def test_layers_are_spread_from_the_first_to_the_last() -> None:
     chosen = spread(30, 0.6)
     assert len(chosen) == 18
     assert {0, 1, 2, 27, 28, 29} < set(chosen)
+
+
+def special(**ids: frozenset[int]) -> Tokenizer:
+    """Returns the tiny tokenizer with other tokens taken for special ones."""
+    known = {"special_ids": frozenset({0, 1, 2}), "eos_ids": frozenset({0, 2})}
+    return Tokenizer(tiny_tokenizer().backend, SpecialTokens(**{**known, **ids}, bos_id=1), byte_level=True)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_by_name() -> None:
+    config = EngineConfig(model_path="large.gguf", draft_model_path="small.gguf")
+    check_vocabulary(config, tiny_tokenizer(), tiny_tokenizer())
+    # Where an answer ends is the model's own business.
+    check_vocabulary(config, tiny_tokenizer(), special(eos_ids=frozenset({0})))
+    with pytest.raises(ConfigError, match=r"small\.gguf has another vocabulary .* large\.gguf") as refused:
+        check_vocabulary(config, tiny_tokenizer(), special(special_ids=frozenset({0, 1, 2, 3})))
+    assert refused.value.param == "draft_model_path"
+
+
+@pytest.mark.slow
+def test_a_draft_model_is_loaded_from_its_path_and_named() -> None:
+    path = str(smollm2_path())
+    config = EngineConfig(
+        model_path=path, draft_model_path=path, profile="reference", context_length=512, kv_memory_mb=64, threads=1
+    )
+    loaded = load_model(config)
+    assert loaded.card.draft == "SmolLM2-135M-Instruct.Q4_1"
+    engine = Engine(loaded, config)
+    try:
+        (answer,) = run(engine, generate("The capital of France is", max_tokens=12))
+        drafted = {use.name: (use.drafted, use.accepted) for use in answer.usage.speculation}
+        assert drafted["model"][0] == drafted["model"][1] > 4
+    finally:
+        engine.close()
+    without = Engine(load_model(msgspec.structs.replace(config, draft_model_path=None, speculation=False)), config)
+    try:
+        assert run(without, generate("The capital of France is", max_tokens=12))[0].ids() == answer.ids()
+    finally:
+        without.close()
