@@ -10,7 +10,8 @@ from aiohttp import web
 from magnitude_engine import api
 from magnitude_proxy.answer import Answer
 from magnitude_proxy.chat import steps, tenant_salt
-from magnitude_proxy.dialect.messages_render import MessageAnswer, error_reply
+from magnitude_proxy.dialect.messages_render import MessageAnswer
+from magnitude_proxy.dialect.messages_replies import error_reply
 from magnitude_proxy.dialect.messages_requests import NAMES, read_count_request, read_messages_request
 from magnitude_proxy.errors import ErrorBody, NotFound, from_failed
 from magnitude_proxy.identity import identify
@@ -66,10 +67,16 @@ async def in_anthropics_form(request: web.Request, handler: Handler) -> web.Stre
     response = await handler(request)
     if response.status < 400 or not request.path.startswith(ROUTE) or not isinstance(response, web.Response):
         return response
-    if response.body is None or not isinstance(response.body, bytes):
+    if not isinstance(response.body, bytes) or response.content_type != "application/json":
         return response
     told = msgspec.json.decode(response.body, type=ErrorBody).error
     made = error_reply(response.status, told.message, told.code, request[EXCHANGE].id)
     response.body = msgspec.json.encode(made)
-    response.headers["request-id"] = request[EXCHANGE].id
     return response
+
+
+async def name_request(request: web.Request, response: web.StreamResponse) -> None:
+    """Puts the request id also where Anthropic's clients look for it, before the headers go out."""
+    exchange = request.get(EXCHANGE)
+    if exchange is not None and request.path.startswith(ROUTE):
+        response.headers["request-id"] = exchange.id

@@ -24,6 +24,7 @@ BACKLOG = 1024
 def api_application(surface: Surface) -> web.Application:
     """Returns the application of the public listener."""
     app = _application(surface, admin=False)
+    app.on_response_prepare.append(anthropic.name_request)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/v1/responses", responses.create)

@@ -8,157 +8,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from magnitude_engine import api
 from magnitude_proxy.answer import Item, Script, Tally
 from magnitude_proxy.dialect.gather import Gathering
+from magnitude_proxy.dialect.messages_replies import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Event,
+    InputDelta,
+    MessageDelta,
+    MessageReply,
+    MessageStart,
+    MessageStop,
+    Ping,
+    StopDelta,
+    TextBlock,
+    TextDelta,
+    ToolUseBlock,
+    error_reply,
+    frame,
+    message_usage,
+)
 from magnitude_proxy.dialect.messages_requests import NAMES
-from magnitude_proxy.dialect.parts import Change, Closed, Grown, Opened, Part, Parts
+from magnitude_proxy.dialect.parts import Change, Grown, Opened, Part, Parts
 from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
 from magnitude_proxy.wire.render import Body, Head
-from magnitude_proxy.wire.replies import EngineFigures, Reply, usage_reply
 
 _encode = msgspec.json.Encoder().encode
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-TOO_LONG = "context_length_exceeded"
-
-
-class MessageUsage(Reply, frozen=True, kw_only=True):
-    """Tokens; the prompt's are the sum of the three of input."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-    magnitude: EngineFigures | msgspec.UnsetType = msgspec.UNSET
-
-
-class TextBlock(Reply, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """Text of an answer."""
-
-    text: str
-
-
-class ToolUseBlock(Reply, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
-    """A tool call; `input` is an object."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class MessageReply(Reply, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """The assistant's message; without a stop reason while it is not complete."""
-
-    id: str
-    model: str
-    usage: MessageUsage
-    content: tuple[TextBlock | ToolUseBlock, ...] = ()
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    role: Literal["assistant"] = "assistant"
-
-
-class MessageStart(Reply, frozen=True, kw_only=True, tag_field="type", tag="message_start"):
-    """The first event."""
-
-    message: MessageReply
-
-
-class BlockStart(Reply, frozen=True, kw_only=True, tag_field="type", tag="content_block_start"):
-    """A block begins, empty."""
-
-    index: int
-    content_block: TextBlock | ToolUseBlock
-
-
-class TextDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="text_delta"):
-    """More text."""
-
-    text: str
-
-
-class InputDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="input_json_delta"):
-    """More of a call's input, as JSON text."""
-
-    partial_json: str
-
-
-class BlockDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="content_block_delta"):
-    """A block grows."""
-
-    index: int
-    delta: TextDelta | InputDelta
-
-
-class BlockStop(Reply, frozen=True, kw_only=True, tag_field="type", tag="content_block_stop"):
-    """A block is complete."""
-
-    index: int
-
-
-class StopDelta(Reply, frozen=True, kw_only=True):
-    """Why the message ended."""
-
-    stop_reason: str
-    stop_sequence: str | None
-
-
-class MessageDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="message_delta"):
-    """The message's end, with all tokens of the answer."""
-
-    delta: StopDelta
-    usage: MessageUsage
-
-
-class MessageStop(Reply, frozen=True, kw_only=True, tag_field="type", tag="message_stop"):
-    """The last event."""
-
-
-class Ping(Reply, frozen=True, kw_only=True, tag_field="type", tag="ping"):
-    """Nothing to say."""
-
-
-class ErrorObject(Reply, frozen=True, kw_only=True):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
-class ErrorReply(Reply, frozen=True, kw_only=True, tag_field="type", tag="error"):
-    """Anthropic's error body; also an event, which ends a stream."""
-
-    error: ErrorObject
-    request_id: str | msgspec.UnsetType = msgspec.UNSET
-
-
-Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping | ErrorReply
-
-
-def frame(event: Event) -> bytes:
-    """Returns the frame of one event."""
-    name = type(event).__struct_config__.tag
-    return f"event: {name}\ndata: ".encode() + _encode(event) + b"\n\n"
-
-
-def error_reply(status: int, message: str, code: str | None, request_id: str | None = None) -> ErrorReply:
-    """Returns the error body for an HTTP status; a prompt over the context begins with words that clients look for."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    words = f"prompt is too long: {message}" if code == TOO_LONG else message
-    return ErrorReply(error=ErrorObject(type=kind, message=words), request_id=request_id or msgspec.UNSET)
 
 
 class MessageAnswer(Gathering):
@@ -218,7 +99,7 @@ class MessageBody:
             MessageReply(
                 id=head.id,
                 model=head.model,
-                usage=_usage(usage),
+                usage=message_usage(usage),
                 content=tuple(block for block in blocks if block is not None),
                 stop_reason=stop.stop_reason,
                 stop_sequence=stop.stop_sequence,
@@ -243,7 +124,7 @@ class MessageScript:
         """See `Script.ending`."""
         if isinstance(last, api.Failed):
             return self.broken(from_failed(last))
-        end = MessageDelta(delta=self._answer.stop(last.usage), usage=_usage(last.usage))
+        end = MessageDelta(delta=self._answer.stop(last.usage), usage=message_usage(last.usage))
         return frame(end) + frame(MessageStop())
 
     def broken(self, error: ProxyError) -> bytes:
@@ -270,7 +151,7 @@ class MessageScript:
             if started is None
             else api.Usage(prompt_tokens=started.prompt_tokens, cached_tokens=started.cached_tokens)
         )
-        usage = msgspec.structs.replace(_usage(known), magnitude=msgspec.UNSET)
+        usage = msgspec.structs.replace(message_usage(known), magnitude=UNSET)
         return MessageStart(message=MessageReply(id=self._head.id, model=self._head.model, usage=usage))
 
 
@@ -283,9 +164,7 @@ def _event(change: Change) -> Event:
     if isinstance(change, Grown):
         delta = InputDelta(partial_json=change.piece) if part.kind == "call" else TextDelta(text=change.piece)
         return BlockDelta(index=part.index, delta=delta)
-    if isinstance(change, Closed):
-        return BlockStop(index=part.index)
-    raise TypeError(f"no event tells of {type(change).__name__}")
+    return BlockStop(index=part.index)
 
 
 def _block(part: Part, *, cut: bool) -> TextBlock | ToolUseBlock | None:
@@ -306,12 +185,3 @@ def _block(part: Part, *, cut: bool) -> TextBlock | ToolUseBlock | None:
 def _invalid(part: Part) -> Unavailable:
     message = f"the model called {part.name[:64]!r} with arguments that are no JSON object; try again"
     return Unavailable(message, code="answer_invalid")
-
-
-def _usage(usage: api.Usage) -> MessageUsage:
-    return MessageUsage(
-        input_tokens=usage.prompt_tokens - usage.cached_tokens,
-        output_tokens=usage.completion_tokens,
-        cache_read_input_tokens=usage.cached_tokens,
-        magnitude=usage_reply(usage, predicted=False).magnitude,
-    )
