@@ -27,6 +27,7 @@ from magnitude_proxy.access import KeyRing, server_secret
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
 from magnitude_proxy.health import product_version
+from magnitude_proxy.lines import Lines
 from magnitude_proxy.listener import admin_application, api_application, bind, listen
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.routing.route import Route
@@ -75,7 +76,7 @@ def run(config: ProxyConfig) -> int:
     if not __debug__:
         raise ConfigError("do not run with python -O: libraries that this server relies on check with assert")
     check(config)
-    logging.basicConfig(level=config.telemetry.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+    logging.basicConfig(level=config.telemetry.log_level.upper(), format=LOG_FORMAT, handlers=[Lines(sys.stderr)])
     # LOG_FORMAT shows none of these, and finding them out is half of what a line costs.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = logging.logAsyncioTasks = False
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -1,6 +1,6 @@
 """One pipelined connection to Valkey or Redis that no request can corrupt and no request waits for.
 
-    request ─┐            ┌─► written together at the end of the loop's turn ─► replies settled in order
+    request ─┐            ┌─► written, with what waited for it ─► replies settled in order
     request ─┼─► pipe ────┤
     request ─┘            └─► on any failure: drop the connection, answer all "down", knock again
 
@@ -105,7 +105,7 @@ class StoreConnection:
         return self._checked(value)
 
     def later(self, done: Callable[[object], None], *command: str | int | float | bytes) -> None:
-        """Sends a command and returns; `done` gets the reply, or StoreDown when there is none (see `call`).
+        """Takes a command and returns; `done` gets the reply, or StoreDown when there is none (see `call`).
 
         A later `call` is answered after it, since the store takes the commands of one connection in order.
 
@@ -130,20 +130,21 @@ class StoreConnection:
                 done(error)
 
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        self._timed(self._push(command), deadline).add_done_callback(first)
+        self._timed(self._push(command, urgent=False), deadline).add_done_callback(first)
 
     def tell(self, *command: str | int | float | bytes) -> None:
         """Sends a command whose reply nobody needs, or drops it while the store is down."""
         with contextlib.suppress(StoreDown):
-            self._push(command)
+            self._push(command, urgent=False)
 
-    def _push(self, command: Command) -> asyncio.Future[object]:
-        """Sends a command; raises StoreDown when the store is down or hopelessly behind."""
+    def _push(self, command: Command, *, urgent: bool = True) -> asyncio.Future[object]:
+        """Sends a command (see `Pipe.send`); raises StoreDown when the store is down or hopelessly behind."""
         if not self._up or self._pipe is None:
             raise StoreDown(self.problem)
         if self._pipe.waiting >= MAX_WAITING:
             raise StoreDown(f"{self._address} has {MAX_WAITING} commands waiting")
-        return self._pipe.send(hiredis.pack_command(command))  # type: ignore[arg-type]  # stub says 1-tuple
+        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # stub says 1-tuple
+        return self._pipe.send(packed, urgent=urgent)
 
     def _timed(self, reply: asyncio.Future[object], deadline: float) -> asyncio.Future[object]:
         """Returns `reply`; a deadline that passes without it takes the store down."""

@@ -8,6 +8,8 @@ from collections import deque
 import hiredis
 from redis.exceptions import ResponseError
 
+HELD_S = 0.001
+
 
 class StoreDown(Exception):
     """The store did not answer, or not with what was asked; the caller goes on without it."""
@@ -27,12 +29,14 @@ class Pipe(asyncio.Protocol):
         self._reader = hiredis.Reader(replyError=ResponseError)
         self._pending: deque[asyncio.Future[object]] = deque()
         self._unsent: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
         self.lost = asyncio.Event()
         self.reason = self._broke
         transport.set_protocol(self)
 
     async def idle(self, seconds: float) -> None:
         """Returns when nothing is outstanding of what was sent so far, at the latest after `seconds`."""
+        self._flush()
         if self._pending:
             await asyncio.wait([self._pending[-1]], timeout=seconds)
 
@@ -41,13 +45,18 @@ class Pipe(asyncio.Protocol):
         """How many replies are outstanding."""
         return len(self._pending)
 
-    def send(self, packed: bytes) -> asyncio.Future[object]:
-        """Sends a command with all others of this turn of the loop; returns where its reply goes."""
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
+    def send(self, packed: bytes, *, urgent: bool = True) -> asyncio.Future[object]:
+        """Sends a command and returns where its reply goes; one that is not urgent goes with the next that is.
+
+        None waits longer than `HELD_S`. That halves what two commands cost: a system call each way, and the store's.
+        """
         self._unsent.append(packed)
         reply: asyncio.Future[object] = self._loop.create_future()
         self._pending.append(reply)
+        if urgent:
+            self._flush()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(HELD_S, self._flush)
         return reply
 
     def drop(self, problem: str) -> None:
@@ -55,6 +64,7 @@ class Pipe(asyncio.Protocol):
         while self._pending:
             settle(self._pending.popleft(), StoreDown(problem))
         self._unsent.clear()
+        self._flush()
         self._transport.abort()
         self.lost.set()
 
@@ -75,6 +85,9 @@ class Pipe(asyncio.Protocol):
         self.drop(self._broke)
 
     def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._unsent:
             self._transport.write(b"".join(self._unsent))
             self._unsent.clear()
