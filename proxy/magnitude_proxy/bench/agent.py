@@ -201,7 +201,7 @@ def _with(done: Receipt, turned: _Turned) -> Receipt:
     """Returns the receipt with a turn added."""
     started = turned.started
     entries = [started if started and started.name == entry.name else entry for entry in done.contenders]
-    load = (done.machine.load[0], receipt.machine().load[0])
+    load = (done.machine.load[0], receipt.load())
     return msgspec.structs.replace(
         done,
         machine=msgspec.structs.replace(done.machine, load=load),

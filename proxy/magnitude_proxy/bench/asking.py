@@ -86,7 +86,9 @@ class Answer(NamedTuple):
 
 
 class Asker:
-    """One connection to a server.
+    """Asks one server, on a connection of its own for each question.
+
+    Some servers close an idle connection at the moment at which the next question is sent on it.
 
     Args:
         url: base URL with its version path, for example `http://127.0.0.1:8000/v1`.
@@ -98,12 +100,17 @@ class Asker:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Plain HTTP needs no certificates, and to load them takes longer than to ask.
         self._client = httpx.Client(
-            base_url=url, timeout=ANSWER_S, headers=headers, trust_env=False, verify=not url.startswith("http://")
+            base_url=url,
+            timeout=ANSWER_S,
+            headers=headers,
+            trust_env=False,
+            verify=not url.startswith("http://"),
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
         self._clock = clock
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Gives up what it holds."""
         self._client.close()
 
     def model(self) -> str:

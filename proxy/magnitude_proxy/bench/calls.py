@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import msgspec
+from jsonschema.exceptions import UnknownType
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
@@ -79,7 +80,7 @@ def _judged(call: _Written | None, offered: Sequence[Tool]) -> CallCount:
     try:
         # With a registry of its own nothing is fetched for a reference.
         valid = jsonschema.Draft202012Validator(tool.parameters, registry=Registry()).is_valid(call.arguments)
-    except (jsonschema.SchemaError, Unresolvable, re.error):
+    except (jsonschema.SchemaError, UnknownType, Unresolvable, re.error):
         # A schema that Python cannot check refuses nothing.
         valid = True
     return CallCount(valid=1) if valid else CallCount(invalid=1)

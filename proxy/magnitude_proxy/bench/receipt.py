@@ -158,7 +158,6 @@ class Receipt(Entry, frozen=True, kw_only=True):
 def machine() -> MachineEntry:
     """Returns this machine, with the present load as both of its values."""
     found = hardware.look()
-    load = round(os.getloadavg()[0], 2)
     return MachineEntry(
         cpu=found.cpu,
         cores=found.cores,
@@ -166,8 +165,13 @@ def machine() -> MachineEntry:
         memory_mb=found.memory_total,
         gpus=found.gpus,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        load=(load, load),
+        load=(load(), load()),
     )
+
+
+def load() -> float:
+    """Returns the load average of the last minute."""
+    return round(os.getloadavg()[0], 2)
 
 
 def software() -> SoftwareEntry:

@@ -112,7 +112,8 @@ def prepare(contender: Contender, folder: Path) -> None:
     """Puts into `folder` what a contender's own installation lacks.
 
     The wheel of llama.cpp has libraries under their full versions only, so that the loader does not find them; vLLM
-    asks for the version of a distribution named `vllm`, whatever its package is called.
+    asks for the version of a distribution named `vllm`, whatever its package is called, and takes `cpu` in it for the
+    platform.
     """
     if not contender.command:
         return
@@ -124,6 +125,7 @@ def prepare(contender: Contender, folder: Path) -> None:
     if contender.family == "vllm":
         found = distributions(program)
         version = next((found[name] for name in VLLM_PACKAGES if name in found), "0")
+        version = version if "cpu" in version else f"{version}+cpu"
         metadata = folder / f"vllm-{version}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", "utf-8")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from magnitude_proxy.bench.receipt import Mode, Receipt, Sample
 
 LONG = 4000
+PRODUCT = "magnitude"
 
 
 class Spread(NamedTuple):
@@ -170,12 +171,13 @@ HEADS = (
 
 
 def table(rows: Sequence[Summary]) -> list[str]:
-    """Returns a Markdown table; `x` is the wall time as a multiple of the first row's."""
+    """Returns a Markdown table; `x` is the wall time as a multiple of the product's own."""
     computed = any(row.rows is not None for row in rows)
     heads = (*HEADS, "rows computed", "passes") if computed else HEADS
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    base = next((row for row in rows if row.contender == PRODUCT), rows[0])
     for row in rows:
-        cells = _cells(row, rows[0])
+        cells = _cells(row, base)
         if computed:
             cells += [_whole(row.rows), _whole(row.passes)]
         lines.append(f"| {' | '.join(cells)} |")
