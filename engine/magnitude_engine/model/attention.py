@@ -167,7 +167,8 @@ class SplitAttention:
         result = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
 
         def put(rows: torch.Tensor, key_splits: _Splits, value_splits: _Splits) -> None:
-            for tile in rows.split(self.rows):
+            for start in range(0, rows.shape[0], self.rows):
+                tile = rows[start : start + self.rows]
                 positions = plan.positions[tile]
                 needed = int(positions.max()) // _SPLIT_KEYS + 1
                 result[tile] = self._tile(q[tile], positions, key_splits[:needed], value_splits[:needed])

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from magnitude_engine import api, stepper
+from magnitude_engine.config import EngineConfig, Profile
 from magnitude_engine.engine import Engine
 from magnitude_engine.model import attention
-from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.model.loader import LoadedModel, load_model
 from testkit.drafting import Oracle, drafted_by
 from testkit.engine import Recorder, alone, engine_config, generate, run, submit
+from testkit.model import smollm2_path
 from testkit.tiered import counter
 
 PAGES = 96
@@ -183,6 +185,24 @@ def test_batched_with_other_kinds(model: LoadedModel, errors: float, longest: in
         equal(model, asked, answer)
     counts_fit(answers, errors)
     assert engine.status().pages_free == 192
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("profile", ["reference", "packed"])
+def test_a_real_model(profile: Profile) -> None:
+    """In `reference` nothing changes; in `packed` near ties may, but drafts that are right are nearly all accepted."""
+    model = load_model(EngineConfig(model_path=str(smollm2_path()), profile=profile, kv_memory_mb=64))
+    texts = {"The capital of France is": GREEDY, "def add(a, b):": SEEDED}
+    requests = [generate(text, logprobs=1, max_tokens=18, sampling=sampling) for text, sampling in texts.items()]
+    engine = drafting(model, requests, ALWAYS_RIGHT, small(model))
+    answers = run(engine, *requests)
+    if profile == "reference":
+        for asked, answer in zip(requests, answers, strict=True):
+            equal(model, asked, answer)
+    emitted = sum(a.usage.completion_tokens for a in answers)
+    assert sum(a.usage.accepted_tokens for a in answers) > 0.6 * emitted
+    assert engine.status().pages_free == PAGES
 
 
 @pytest.mark.slow
