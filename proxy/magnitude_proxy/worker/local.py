@@ -198,7 +198,8 @@ class LocalRoute:
             frame = api.encode_frame(command)
         except ValueError as error:
             return _failed(key, "unsupported_feature", f"this is too large for the local worker: {error}")
-        reply = self._replies[key] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[key] = reply
         try:
             _send(writer, frame)
             async with asyncio.timeout(limit_s):
