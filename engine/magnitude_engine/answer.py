@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from magnitude_engine import api
+from magnitude_engine.decode.grammar.compiler import CompiledGrammar
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded
 from magnitude_engine.request import Emission, Finish
 from magnitude_engine.telemetry import worker_log
@@ -12,16 +13,27 @@ from magnitude_engine.telemetry import worker_log
 Sink = Callable[[api.AnswerEvent], None]
 
 
-def failed(generate: api.Generate, error: MagnitudeError) -> api.Failed:
-    """Returns the event that ends a request with `error`; failures of the engine itself are retryable."""
+def failed(asked: api.Generate | api.Count | api.Register, error: MagnitudeError) -> api.Failed:
+    """Returns the event that ends what was asked with `error`; failures of the engine itself are retryable."""
     return api.Failed(
-        request=generate.request,
-        epoch=generate.epoch,
+        request=asked.request,
+        epoch=asked.epoch,
         code=error.code,
         message=error.message,
         param=error.param,
         retryable=isinstance(error, EngineError),
         retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else None,
+    )
+
+
+def registered(register: api.Register, grammar: CompiledGrammar | None) -> api.Registered:
+    """Returns the event that tells what of a registration is compiled."""
+    rules = {} if grammar is None or grammar.check is None else {r.tool: r.keywords for r in grammar.check.rules}
+    return api.Registered(
+        request=register.request,
+        epoch=register.epoch,
+        tools=tuple(api.RegisteredTool(name=tool.name, checked=rules.get(tool.name, ())) for tool in register.tools),
+        ignored=() if grammar is None else grammar.ignored,
     )
 
 

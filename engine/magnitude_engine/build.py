@@ -1,10 +1,15 @@
-"""Opens the cache of a model: the tensors of its pages, and the tiers below them as the settings say."""
+"""From the settings to the cache of a model and its tiers, and to what drafts for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig, cache_folder
+from magnitude_engine.draft.controller import FixedRule
+from magnitude_engine.draft.runs import PastRuns, open_store
+from magnitude_engine.drafters.chain import Drafter
+from magnitude_engine.drafters.model import ModelDrafter, pages_within
+from magnitude_engine.drafters.selfdraft import SelfDrafter, spread
 from magnitude_engine.kv.blocks import CacheIdentity
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.disk import DiskOptions, DiskTier
@@ -13,10 +18,14 @@ from magnitude_engine.kv.manager import CacheManager
 from magnitude_engine.kv.tiers import Tiers
 from magnitude_engine.model.batch import KeyValueCache
 from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.speculation import Speculation
 
 MIB = 1024 * 1024
 # A million tokens; more would only slow the page accounts down.
 MAX_PAGES = 1 << 16
+# Layers that the model drafts with (tests/bench/log.md).
+SELF_SHARE = 0.6
+RUNS_FOLDER = "runs"
 
 
 def open_cache(
@@ -33,6 +42,30 @@ def open_cache(
     tiers = _open_tiers(model, config, block) if reuse else Tiers()
     tensors = model.runner.allocate_cache(pages)
     return tensors, PagedCache(CacheManager(pages, reuse, tiers, clock), tiers, tensors.pages)
+
+
+def open_speculation(
+    model: LoadedModel,
+    config: EngineConfig,
+    tensors: KeyValueCache,
+    cache: PagedCache,
+    clock: Callable[[], float],
+) -> Speculation:
+    """Returns what drafts for the model: nothing but an index of what was said, until it is calibrated.
+
+    Past runs are kept below the folder of the disk tier, whose lock this process holds.
+    """
+    kept = config.kv_disk_mb > 0 and config.drafts
+    store = open_store(cache_folder(config) / RUNS_FOLDER, model.card.tokenizer_hash) if kept else None
+    drafters: list[Drafter] = []
+    if config.drafts:
+        if model.draft is not None:
+            pages = pages_within(model.draft, config.draft_kv_mb)
+            drafters.append(ModelDrafter(model.draft, model.tokenizer.vocab_size, pages))
+        layers = spread(model.runner.shape.layers, SELF_SHARE)
+        drafters.append(SelfDrafter(model.runner, tensors, cache, layers))
+    context = model.runner.shape.context
+    return Speculation(FixedRule(), context, PastRuns(store, clock), clock, drafters)
 
 
 def page_bytes(model: LoadedModel) -> int:

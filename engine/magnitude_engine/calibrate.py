@@ -1,46 +1,54 @@
-"""What a decode step costs on this machine, by its number of rows: measured once, before the first request."""
+"""What steps and drafts cost on this machine, by their number of rows: measured once, before the first request."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequences
 
 from magnitude_engine.config import PAGE_TOKENS
-from magnitude_engine.draft.controller import Controller, FixedDepth, StepCosts, is_sane
+from magnitude_engine.draft.controller import Controller, FixedRule
+from magnitude_engine.draft.costs import StepCosts, is_sane
+from magnitude_engine.drafters.chain import Drafter, Pass
 from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
-from magnitude_engine.model.batch import KeyValueCache
-from magnitude_engine.model.runner import Runner
 from magnitude_engine.step import Rows, build_batch
 from magnitude_engine.telemetry import worker_log
 
 ROWS = (1, 2, 4, 8)
+DRAFT_ROWS = (1, 4)
 CONTEXT = 512
 ROUNDS = 2
 
 
-def depths(runner: Runner, tensors: KeyValueCache, pages: int, clock: Callable[[], float]) -> Controller | FixedDepth:
+def rule(model: Pass, drafters: Sequences[Drafter], clock: Callable[[], float]) -> Controller | FixedRule:
     """Returns what decides how much is drafted: by measured costs, or in `reference` by a fixed rule.
 
-    Writes to the cache's first `pages` pages, which nobody may use yet.
+    Writes to the first pages of the caches.
     """
-    if runner.profile == "reference":
-        return FixedDepth()
-    context = min(CONTEXT, pages * PAGE_TOKENS) - ROWS[-1]
-    lease = Lease(CacheKey("", "", ""), list(range(pages_for(context + ROWS[-1]))), context)
+    if model.runner.profile == "reference":
+        return FixedRule()
+    measured = seconds(model, ROWS, clock)
+    passes = {each.name: seconds(each.a_pass(model.pages), DRAFT_ROWS, clock) for each in drafters}
+    if not all(is_sane(each) for each in (measured, *passes.values())):
+        worker_log.warning("the costs of steps cannot be measured: nothing is drafted by cost")
+        return FixedRule({})
+    for name, taken in {"step": measured, **passes}.items():
+        words = [round(1000 * each, 1) for each in taken.values()]
+        worker_log.info("a %s of %s rows takes %s ms", name, list(taken), words)
+    return Controller(StepCosts(measured), {name: StepCosts(taken) for name, taken in passes.items()})
 
-    def seconds(rows: int) -> float:
-        """Returns the least seconds of a step of so many rows, logits included."""
-        batch = build_batch([Rows([0] * rows, lease, rows)], runner.device)
+
+def seconds(measured: Pass, counts: Sequences[int], clock: Callable[[], float]) -> Mapping[int, float]:
+    """Returns, for each number of rows, the least seconds of a pass, logits included."""
+    context = min(CONTEXT, measured.pages * PAGE_TOKENS) - max(counts)
+    lease = Lease(CacheKey("", "", ""), list(range(pages_for(context + max(counts)))), context)
+    found: dict[int, float] = {}
+    for rows in counts:
+        batch = build_batch([Rows([0] * rows, lease, rows)], measured.runner.device)
         best = math.inf
         for _ in range(ROUNDS):
             began = clock()
-            runner.forward(batch, tensors).logits.sum().item()
+            measured.runner.forward(batch, measured.tensors, measured.layers).logits.sum().item()
             best = min(best, clock() - began)
-        return best
-
-    measured = {rows: seconds(rows) for rows in ROWS}
-    if not is_sane(measured):
-        worker_log.warning("the costs of steps cannot be measured: nothing is drafted by cost")
-        return FixedDepth()
-    worker_log.info("a step of %s rows takes %s ms", list(measured), [round(1000 * s, 1) for s in measured.values()])
-    return Controller(StepCosts(measured))
+        found[rows] = best
+    return found

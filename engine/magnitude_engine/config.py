@@ -30,6 +30,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     profile: Annotated[Profile | None, Meta(description="numeric profile; default packed on CPU, native on GPU")] = None
     optimization_level: Annotated[OptimizationLevel, Meta(description="off computes every prompt anew")] = "balanced"
     speculation: Annotated[bool, Meta(description="draft tokens and verify them; never changes what is said")] = True
+    draft_model_path: (
+        Annotated[
+            str, Meta(min_length=1, description="a smaller model of the same vocabulary that drafts; file or folder")
+        ]
+        | None
+    ) = None
     context_length: Annotated[int, Meta(ge=16, description="shorten the model's context")] | None = None
     kv_memory_mb: Annotated[int, Meta(ge=1, description="memory for keys and values, MiB")] = 2048
     kv_host_mb: Annotated[int, Meta(ge=0, description="host memory for pages off the device, MiB; 0: none")] = 0
@@ -40,6 +46,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_chunk: Annotated[int, Meta(ge=1, le=65_536, description="prompt tokens computed per step")] = 256
     threads: Annotated[int, Meta(ge=0, le=1024, description="CPU threads; 0 means all cores")] = 0
     max_n: Annotated[int, Meta(ge=1, le=1024, description="choices per request")] = 16
+
+    @property
+    def draft_kv_mb(self) -> int:
+        """Memory for the draft model's keys and values, MiB."""
+        return max(1, self.kv_memory_mb // 8)
 
     @property
     def drafts(self) -> bool:

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
-from magnitude_engine.answer import Answer, Sink
-from magnitude_engine.build import open_cache
-from magnitude_engine.checked import CheckedSink
+from magnitude_engine.answer import Answer, Sink, failed, registered
+from magnitude_engine.build import open_cache, open_speculation
+from magnitude_engine.checked import Aside, CheckedSink
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, WorkerLost
 from magnitude_engine.inbox import Ahead, Hooks, Inbox, Job, JobKey, Question
@@ -32,6 +32,8 @@ IDLE_CHECK_S = 1.0
 READING_CHECK_S = 0.1
 # A disk that takes no more is asked again.
 SAVING_CHECK_S = 0.25
+# Longer prompts are refused by their length alone; see `PromptEncoder.encode`.
+COUNTED_CONTEXTS = 32
 # Checks of finished answers, and grammars compiled ahead.
 ASIDE_THREADS = 2
 
@@ -66,7 +68,8 @@ class Engine:
         self._clock = clock
         self._inbox = Inbox()
         hooks = Hooks(clock, lambda job: self._inbox.ended(job.key), self._answered, self._inbox.wake)
-        self._stepper = Stepper(model.runner, tensors, cache, config, hooks)
+        speculation = open_speculation(model, config, tensors, cache, clock)
+        self._stepper = Stepper(model.runner, tensors, cache, config, hooks, speculation)
         self._predictor = Predictor(model.prompts, context, self._settled)
         self._limits = RequestLimits(context, config.max_n)
         self._checks: weakref.WeakValueDictionary[JobKey, CheckedSink] = weakref.WeakValueDictionary()
@@ -78,11 +81,17 @@ class Engine:
 
     def submit(self, generate: api.Generate, sink: Sink) -> None:
         """Takes a request in. Its events, refusals included, go to `sink`; nothing is raised."""
+        self._enter(generate, sink, again=False)
+
+    def _enter(self, generate: api.Generate, sink: Sink, again: bool) -> None:
+        """Takes a request in; one that is `again` has its room, and whoever sends it checks its answer."""
         answer = Answer(generate, sink)
         try:
-            self._check_room()
+            if not again:
+                self._check_room()
             prepared = prepare(generate, self._model, self._limits)
-            answer = Answer(generate, self._checked(prepared, sink))
+            if not again:
+                answer = Answer(generate, self._checked(prepared, sink))
             arrival = next(self._arrivals)
             sequences = tuple(Sequence(prepared, choice, arrival, self._model) for choice in range(generate.n))
             self._inbox.put(Job(prepared, answer, sequences, self._clock()))
@@ -91,6 +100,21 @@ class Engine:
         except Exception:  # noqa: BLE001 - an edge: whatever a request provokes, it gets its one outcome
             names.worker_log.exception("request %s could not be prepared", generate.request)
             self._refuse(answer, EngineError("the request could not be prepared; the worker's log says why"))
+
+    def count(self, count: api.Count, sink: Sink) -> None:
+        """Tells `sink`, on the caller's thread, how many tokens a prompt has; nothing is raised.
+
+        Prompts far beyond the context are counted too, up to `COUNTED_CONTEXTS` of it.
+        """
+        try:
+            prompt = self._model.prompts.encode(count.input, self._limits.context * COUNTED_CONTEXTS)
+        except MagnitudeError as error:
+            sink(failed(count, error))
+        except Exception:  # noqa: BLE001 - an edge: whatever a prompt provokes, it gets its one outcome
+            names.worker_log.exception("prompt %s could not be counted", count.request)
+            sink(failed(count, EngineError("the prompt could not be counted; the worker's log says why")))
+        else:
+            sink(api.Completed(request=count.request, epoch=count.epoch, usage=api.Usage(prompt_tokens=len(prompt))))
 
     def cancel(self, request: str, epoch: int) -> None:
         """Stops a request within one step; nothing more is sent for it. Unknown requests are ignored."""
@@ -103,12 +127,17 @@ class Engine:
         """Takes in what a tool of a session does; its output is computed ahead as it comes."""
         self._predictor.tool_event(event)
 
-    def register(self, register: api.Register, done: Callable[[], None] = lambda: None) -> None:
+    def register(
+        self,
+        register: api.Register,
+        done: Callable[[], None] = lambda: None,
+        told: Callable[[api.Registered | api.Failed], None] = lambda event: None,
+    ) -> None:
         """Has what every prompt with these tools begins with computed ahead; `done` is called when that has ended.
 
-        The grammar of their calls is compiled meanwhile.
+        The grammar of their calls is compiled meanwhile; `told` is called, on another thread, with how that went.
         """
-        self._pool.submit(self._compile_ahead, register)
+        self._pool.submit(self._compile_ahead, register, told)
         self._predictor.register(register, done)
 
     def end_session(self, end: api.EndSession) -> None:
@@ -141,6 +170,8 @@ class Engine:
     def start(self, on_fatal: Callable[[], None] = lambda: None) -> None:
         """Begins to run steps; `on_fatal` is called (on the engine's thread) when steps keep failing."""
         self._on_fatal = on_fatal
+        # Not only when the first request waits for it.
+        self._model.constraints.start()
         self._thread = threading.Thread(target=self._run, name="magnitude-engine", daemon=True)
         self._thread.start()
 
@@ -187,21 +218,29 @@ class Engine:
         if check is None:
             return sink
         generate = prepared.generate
-        key = JobKey(generate.request, generate.epoch)
 
-        def stop() -> None:
-            self._inbox.cancel(key)
+        def submit(again: api.Generate, events: Sink) -> None:
+            self._enter(again, events, again=True)
 
-        checked = CheckedSink(generate, check, self._model.constraints.check, self._pool, sink, stop)
-        self._checks[key] = checked
+        def cancel(request: str) -> None:
+            self._inbox.cancel(JobKey(request, generate.epoch))
+
+        aside = Aside(self._model.constraints.check, self._pool, submit, cancel)
+        checked = CheckedSink(generate, check, aside, sink)
+        self._checks[JobKey(generate.request, generate.epoch)] = checked
         return checked
 
-    def _compile_ahead(self, register: api.Register) -> None:
+    def _compile_ahead(self, register: api.Register, told: Callable[[api.Registered | api.Failed], None]) -> None:
         try:
-            self._model.constraints.prepare(register.tools)
+            outcome: api.Registered | api.Failed = registered(register, self._model.constraints.prepare(register.tools))
         except MagnitudeError as error:
-            # Whoever sends a request with these tools is told.
+            # Whoever sends a request with these tools is told as well.
             names.worker_log.info("registered tools have no grammar: %s", error)
+            outcome = failed(register, error)
+        except Exception:  # noqa: BLE001 - an edge: whatever a schema provokes, who registers it is told
+            names.worker_log.exception("registered tools could not be compiled")
+            outcome = failed(register, EngineError("the tools could not be compiled; the worker's log says why"))
+        told(outcome)
 
     def _take_mail(self) -> None:
         for item in self._inbox.take():

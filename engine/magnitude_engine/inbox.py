@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from magnitude_engine import api
 from magnitude_engine.answer import Answer
+from magnitude_engine.draft.record import Use, decided, total
 from magnitude_engine.errors import RequestError, WorkerLost
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.predict import Settled
@@ -72,6 +73,8 @@ class Job:
     @property
     def usage(self) -> api.Usage:
         """What it took so far."""
+        uses = total(s.drafting for s in self.sequences)
+        predicted = uses.get("prediction", Use()) if self.prepared.prediction is not None else None
         return api.Usage(
             prompt_tokens=len(self.prepared.prompt),
             completion_tokens=sum(len(s.output) for s in self.sequences),
@@ -81,6 +84,12 @@ class Job:
             drafted_tokens=sum(s.drafted for s in self.sequences),
             accepted_tokens=sum(s.accepted for s in self.sequences),
             forced_tokens=sum(s.forced for s in self.sequences),
+            accepted_prediction_tokens=None if predicted is None else predicted.accepted,
+            rejected_prediction_tokens=None if predicted is None else predicted.drafted - predicted.accepted,
+            speculation=tuple(
+                api.ProposerUse(name=name, drafted=use.drafted, accepted=use.accepted) for name, use in uses.items()
+            ),
+            draft_decisions=decided(s.drafting for s in self.sequences),
         )
 
 

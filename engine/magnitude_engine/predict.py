@@ -62,18 +62,37 @@ class _Forms(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Output:
+    """What a tool has printed: the first `MAX_OUTPUT_CHARS` of it."""
+
+    pieces: list[str] = field(default_factory=list)
+    chars: int = 0
+    finished: bool = False
+
+    def add(self, text: str) -> None:
+        """Takes in what came since the last event."""
+        text = text[: MAX_OUTPUT_CHARS - self.chars]
+        if text:
+            self.pieces.append(text)
+            self.chars += len(text)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
 class _Expected:
     """A session between two steps.
 
     Attributes:
         chat: the conversation up to and with the answer.
-        outputs: by call id, what a tool has printed.
-        finished: calls whose output is complete.
+        outputs: by id, for each call of the answer what its tool has printed.
     """
 
     chat: api.ChatInput
-    outputs: dict[str, str] = field(default_factory=dict)
-    finished: set[str] = field(default_factory=set)
+    outputs: dict[str, _Output]
 
 
 class Predictor:
@@ -91,6 +110,8 @@ class Predictor:
         self._limit = limit
         self._settled = settled
         self._sessions: OrderedDict[SessionKey, _Expected] = OrderedDict()
+        # Sessions with a prediction that has not begun: it will see what comes meanwhile.
+        self._due: set[SessionKey] = set()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="magnitude-predict")
 
@@ -99,24 +120,23 @@ class Predictor:
         whole = api.ChatInput(messages=(*chat.messages, answer), tools=chat.tools, tool_choice=chat.tool_choice)
         with self._lock:
             self._sessions.pop(owner, None)
-            self._sessions[owner] = _Expected(whole)
+            self._sessions[owner] = _Expected(whole, {call.id: _Output() for call in answer.tool_calls})
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        self._pool.submit(self._predict, owner)
+        self._ask(owner)
 
     def tool_event(self, event: api.ToolEvent) -> None:
-        """A tool that the session called started, printed more, or finished; unknown sessions are ignored."""
+        """A tool that the session called started, printed more, or finished; unknown sessions and calls are ignored."""
         owner = SessionKey(event.tenant, event.session, event.branch)
         with self._lock:
             expected = self._sessions.get(owner)
-            if expected is None:
+            output = None if expected is None else expected.outputs.get(event.call)
+            if output is None:
                 return
-            known = expected.outputs.get(event.call, "")
-            expected.outputs[event.call] = (known + event.text)[:MAX_OUTPUT_CHARS]
-            if event.kind == "finished":
-                expected.finished.add(event.call)
+            output.add(event.text)
+            output.finished = output.finished or event.kind == "finished"
         if event.kind != "started":
-            self._pool.submit(self._predict, owner)
+            self._ask(owner)
 
     def register(self, register: api.Register, done: Callable[[], None]) -> None:
         """Settles what every prompt with these tools and this system prompt begins with.
@@ -146,8 +166,16 @@ class Predictor:
         """Stops; what is not rendered yet never will be."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _ask(self, owner: SessionKey) -> None:
+        with self._lock:
+            if owner in self._due:
+                return
+            self._due.add(owner)
+        self._pool.submit(self._predict, owner)
+
     def _predict(self, owner: SessionKey) -> None:
         with self._lock:
+            self._due.discard(owner)
             expected = self._sessions.get(owner)
             if expected is None:
                 return
@@ -183,9 +211,9 @@ def _next_messages(expected: _Expected) -> tuple[tuple[api.Message, ...], str, t
     """Returns the results that are complete, the tool that is next, and how its message may go on."""
     done: list[api.Message] = []
     for call in expected.chat.messages[-1].tool_calls:
-        output = expected.outputs.get(call.id, "")
-        message = api.Message(role="tool", content=output, tool_call_id=call.id)
-        if call.id not in expected.finished:
+        output = expected.outputs[call.id]
+        message = api.Message(role="tool", content=output.text, tool_call_id=call.id)
+        if not output.finished:
             return tuple(done), call.name, tuple(_longer(message, text) for text in CONTINUATIONS)
         done.append(message)
     user = api.Message(role="user")

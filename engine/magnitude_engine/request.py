@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +21,8 @@ from magnitude_engine.decode.grammar.state import GrammarState
 from magnitude_engine.decode.sample import Drawn, RawLogprobs, check_sampling
 from magnitude_engine.decode.text import Released, TextStream
 from magnitude_engine.decode.tools import ToolCallParser
+from magnitude_engine.draft.record import DraftRecord
+from magnitude_engine.draft.tree import DraftTree
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, GrammarFailure, MagnitudeError, RequestError
 from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.retention import SessionKey
@@ -52,6 +53,7 @@ class PreparedRequest:
         echo: text that precedes each choice's own.
         parses_tools: whether tool calls are looked for in the output.
         grammar: what the output may be; None for anything.
+        prediction: token ids of the text that the client expects; None where it sent none.
     """
 
     generate: api.Generate
@@ -60,6 +62,7 @@ class PreparedRequest:
     echo: str
     parses_tools: bool
     grammar: CompiledGrammar | None = None
+    prediction: tuple[int, ...] | None = None
 
     @property
     def chat(self) -> api.ChatInput | None:
@@ -128,7 +131,13 @@ def prepare(generate: api.Generate, model: LoadedModel, limits: RequestLimits) -
         echo=_echo(generate, model.tokenizer),
         parses_tools=chat is not None and bool(chat.tools) and chat.tool_choice.mode != "none",
         grammar=model.constraints.grammar(generate),
+        prediction=_prediction(generate, model.tokenizer, limits.context),
     )
+
+
+def _prediction(generate: api.Generate, tokenizer: Tokenizer, context: int) -> tuple[int, ...] | None:
+    text = generate.prediction
+    return None if text is None else tuple(tokenizer.encode(text)[:context])
 
 
 def _input_field(generate: api.Generate) -> str:
@@ -198,6 +207,7 @@ class Sequence:
         opening: what a client sees before the first new token: echo, and what a resumed choice had held back.
         drafted, accepted, forced: tokens that were proposed, those of them that it took, and those that its grammar
             left no choice about.
+        drafting: what drafting knows of it.
     """
 
     def __init__(self, prepared: PreparedRequest, choice: int, arrival: int, model: LoadedModel) -> None:
@@ -220,6 +230,7 @@ class Sequence:
         self._grammar = prepared.grammar.begin() if prepared.grammar is not None else None
         self._failure: GrammarFailure | None = None
         self.drafted = self.accepted = self.forced = 0
+        self.drafting = DraftRecord()
         self._said: list[str] = []
         self._calls: dict[int, api.ToolCall] = {}
         self._known = deque(resume.ids)
@@ -252,16 +263,30 @@ class Sequence:
         """Tokens that it may still generate."""
         return self.prepared.limit - len(self.output)
 
-    def allowed(self, draft: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns as much of a draft as the grammar allows."""
+    @property
+    def in_call(self) -> bool:
+        """Whether it is writing a tool call."""
+        return self.prepared.calls_only or (self._tools is not None and self._tools.inside)
+
+    @property
+    def leeway(self) -> int | None:
+        """How many tokens its grammar allows next; None for all."""
+        masks = self.masks(DraftTree())
+        return None if masks is None else int.from_bytes(masks[0].numpy().tobytes(), "little").bit_count()
+
+    def allowed(self, draft: DraftTree) -> DraftTree:
+        """Returns a draft without the nodes that the grammar does not allow, and without what is below them."""
         if self._grammar is None:
             return draft
-        found = self._followed(lambda grammar: grammar.masks(draft))
-        return () if found is None else draft[: found.allowed]
+        found = self._followed(lambda grammar: grammar.masks(draft.tokens, draft.parents))
+        return draft.kept(() if found is None else found.allowed)
 
-    def masks(self, draft: Sequences[int]) -> torch.Tensor | None:
-        """Returns which tokens may come next and after each of `draft`, int32 [1 + draft, words]; None for all."""
-        found = self._followed(lambda grammar: grammar.masks(draft))
+    def masks(self, draft: DraftTree) -> torch.Tensor | None:
+        """Returns which tokens may come next and after each node of `draft`, int32 [1 + nodes, words]; None for all.
+
+        `draft` is one that the grammar allows.
+        """
+        found = self._followed(lambda grammar: grammar.masks(draft.tokens, draft.parents))
         # After a failure the next token ends the choice, whatever it is.
         return None if found is None else found.masks
 
@@ -301,6 +326,7 @@ class Sequence:
         shown = Emission(ids=(token,))
         if token in self._tokenizer.eos_ids and not generate.ignore_eos:
             return self._close(shown, Finish("stop"))
+        self.drafting.confidence = drawn.confidence
         if drawn.logprobs is not None:
             self._logprobs.append(self._named(drawn.logprobs))
         released = self._text.push(token)
@@ -346,6 +372,7 @@ class Sequence:
 
     def _keep(self, text: str, calls: tuple[api.ToolCallDelta, ...]) -> None:
         self._said.append(text)
+        self.drafting.heard(text)
         for piece in calls:
             before = self._calls.get(piece.index, api.ToolCall(id="", name="", arguments=""))
             self._calls[piece.index] = api.ToolCall(

@@ -14,13 +14,15 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from magnitude_engine import api
-from magnitude_engine.answer import failed
+from magnitude_engine.answer import Sink, failed
 from magnitude_engine.engine import Engine
 from magnitude_engine.errors import ConfigError, Overloaded
 from magnitude_engine.inbox import JobKey
@@ -32,6 +34,8 @@ CLOSE_TIMEOUT_S = 1.0
 BACKLOG_BYTES = 8 * 1024 * 1024
 PREPARE_THREADS = 2
 MAX_PREPARING = 1024
+
+Asked = TypeVar("Asked", api.Generate, api.Count)
 
 
 class Server:
@@ -160,7 +164,9 @@ class _Connection:
     def _obey(self, command: api.Command) -> None:
         match command:
             case api.Generate():
-                self._generate(command)
+                self._begin(command, self._engine.submit)
+            case api.Count():
+                self._begin(command, self._engine.count)
             case api.Cancel():
                 self._open.discard(JobKey(command.request, command.epoch))
                 self._engine.cancel(command.request, command.epoch)
@@ -169,7 +175,7 @@ class _Connection:
             case api.ToolEvent():
                 self._engine.tool_event(command)
             case api.Register():
-                self._engine.register(command)
+                self._register(command)
             case api.EndSession():
                 self._engine.end_session(command)
             case api.Inspect():
@@ -177,20 +183,28 @@ class _Connection:
             case api.Hello():
                 raise ValueError("a second hello")
 
+    def _register(self, register: api.Register) -> None:
+        def told(event: api.Registered | api.Failed) -> None:
+            if register.request:
+                self._loop.call_soon_threadsafe(self._send, event)
+
+        self._engine.register(register, told=told)
+
     def _report(self, report: api.CacheReport) -> None:
         """Called on the engine's thread."""
         self._loop.call_soon_threadsafe(self._send, report)
 
-    def _generate(self, generate: api.Generate) -> None:
-        key = JobKey(generate.request, generate.epoch)
+    def _begin(self, asked: Asked, work: Callable[[Asked, Sink], None]) -> None:
+        """Has a request prepared, or a prompt counted, beside the loop."""
+        key = JobKey(asked.request, asked.epoch)
         if key in self._open:
-            raise ValueError(f"request {generate.request!r} came twice with epoch {generate.epoch}")
+            raise ValueError(f"request {asked.request!r} came twice with epoch {asked.epoch}")
         if self._preparing >= MAX_PREPARING:
-            self._send(failed(generate, Overloaded("too many requests came at once; try again in 1 s")))
+            self._send(failed(asked, Overloaded("too many requests came at once; try again in 1 s")))
             return
         self._open.add(key)
         self._preparing += 1
-        task = self._pool.submit(self._engine.submit, generate, self._post)
+        task = self._pool.submit(work, asked, self._post)
         task.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._submitted, key, done))
 
     def _submitted(self, key: JobKey, done: Future[None]) -> None:

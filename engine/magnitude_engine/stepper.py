@@ -24,16 +24,17 @@ import torch
 from magnitude_engine import api
 from magnitude_engine import telemetry as names
 from magnitude_engine.ahead import PrefillAhead
-from magnitude_engine.calibrate import depths
+from magnitude_engine.calibrate import rule
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
-from magnitude_engine.draft.controller import FixedDepth
+from magnitude_engine.drafters.chain import Pass
 from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
 from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
+from magnitude_engine.kv.tensors import SlotMove, move_slots
 from magnitude_engine.model.batch import KeyValueCache
 from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Emission, Sequence
@@ -41,7 +42,7 @@ from magnitude_engine.scheduler import MIN_PREFILL_ROWS, SMOOTHING, Measured, de
 from magnitude_engine.seats import Seats
 from magnitude_engine.session_log import SessionLog
 from magnitude_engine.speculation import Speculation
-from magnitude_engine.step import Verified, Work, build_batch, rows_to_draw
+from magnitude_engine.step import NO_DRAFT, Verified, Work, build_batch, child, rows_to_draw, slot
 
 # Saving a page costs a fraction of a millisecond; a busy engine saves few per step, an idle one as many as it can.
 SAVES_PER_STEP = 2
@@ -57,7 +58,13 @@ class Stepper:
     """
 
     def __init__(
-        self, runner: Runner, tensors: KeyValueCache, cache: PagedCache, config: EngineConfig, hooks: Hooks
+        self,
+        runner: Runner,
+        tensors: KeyValueCache,
+        cache: PagedCache,
+        config: EngineConfig,
+        hooks: Hooks,
+        speculation: Speculation,
     ) -> None:
         self.steps = 0
         self.request_seconds = 1.0
@@ -71,7 +78,7 @@ class Stepper:
         self._sessions = SessionLog(cache, hooks.clock)
         self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
         self.ahead = PrefillAhead(runner, tensors, cache, self._seats)
-        self.speculation = Speculation(FixedDepth(), runner.shape.context)
+        self.speculation = speculation
         self._jobs: dict[int, Job] = {}
         self._few: Measured | None = None
         self._many: Measured | None = None
@@ -100,7 +107,10 @@ class Stepper:
         if not work:
             return not self.waiting and self._compute_ahead(began)
         logits = self._forward(work)
-        accepted = sum(self._commit_all(verified) for verified in self._sample(work, logits))
+        moves: list[SlotMove] = []
+        accepted = sum(self._commit_all(verified, moves) for verified in self._sample(work, logits))
+        # Pages may have changed hands meanwhile, but only admission, saving and the model read them.
+        move_slots(self._tensors.pages, moves)
         self._measure(work, accepted, self._hooks.clock() - began)
         self.cache.save(SAVES_PER_STEP)
         return True
@@ -159,7 +169,8 @@ class Stepper:
 
     def calibrate(self) -> None:
         """Measures what steps cost here; to be called before the first job."""
-        self.speculation.depths = depths(self._runner, self._tensors, self.manager.total, self._hooks.clock)
+        model = Pass(self._runner, self._tensors, self.manager.total)
+        self.speculation.rule = rule(model, self.speculation.drafters, self._hooks.clock)
 
     def close(self) -> None:
         """Gives up what is computed ahead, and closes the cache."""
@@ -216,7 +227,7 @@ class Stepper:
             return work
         drafted = self.speculation.draft(work)
         fits = [self.manager.extend(w.lease, w.lease.length + w.rows + len(w.draft)) for w in drafted]
-        return [w if fit else w._replace(draft=()) for w, fit in zip(drafted, fits, strict=True)]
+        return [w if fit else w._replace(draft=NO_DRAFT) for w, fit in zip(drafted, fits, strict=True)]
 
     def _compute_ahead(self, now: float) -> bool:
         computed = self.ahead.step(now)
@@ -262,20 +273,25 @@ class Stepper:
         """Returns the choices whose next token is drawn from this sequence's logits."""
         return (sequence,) if sequence.width == 1 else self._job(sequence).sequences
 
-    def _commit_all(self, verified: Verified) -> int:
+    def _commit_all(self, verified: Verified, moves: list[SlotMove]) -> int:
         """Follows a draft as far as the model says the same; returns how many of its tokens were right.
 
         Behind it come the tokens about which the grammar leaves no choice: they are known without being drawn.
+        `moves` gets what brings the keys and values of the path to where its tokens stand.
         """
         sequence, draft, drawn = verified
         sequence.drafted += len(draft)
-        accepted = 0
-        for index, each in enumerate(drawn):
-            if not self._commit(sequence, each):
+        accepted, node = 0, -1
+        while True:
+            if not self._commit(sequence, drawn[node + 1]):
                 return accepted
-            if index == len(draft) or sequence.tokens[-1] != draft[index] or sequence.lease is None:
+            found, lease = child(draft, node, sequence.tokens[-1]), sequence.lease
+            if found is None or lease is None:
                 break
-            self.manager.advance(sequence.lease, 1)
+            node = found
+            if node > accepted:
+                moves.append(SlotMove(slot(lease, lease.length + node - accepted), slot(lease, lease.length)))
+            self.manager.advance(lease, 1)
             accepted += 1
             sequence.accepted += 1
         for token in sequence.settled():
@@ -373,7 +389,7 @@ class Stepper:
         self.telemetry.count(names.DRAFTED_TOKENS, sum(len(w.draft) for w in work))
         self.telemetry.count(names.ACCEPTED_TOKENS, accepted)
         record(self.telemetry, self.cache, self.ahead.queue)
-        self.speculation.observe(work, accepted, seconds)
+        self.speculation.observe(work, seconds)
         if self._runner.profile == "reference":
             return
         if rows < MIN_PREFILL_ROWS:

@@ -11,6 +11,10 @@ from importlib.util import find_spec
 
 import torch
 
+from magnitude_kernels.compact import reference as compact_reference
+from magnitude_kernels.compact.reference import SlotMoves
+from magnitude_kernels.gemv import reference as gemv_reference
+from magnitude_kernels.gemv.reference import Packed
 from magnitude_kernels.kv_copy import reference as kv_copy_reference
 from magnitude_kernels.kv_copy.reference import PageMove, PageTensors
 from magnitude_kernels.kv_quantise import reference as kv_quantise_reference
@@ -24,6 +28,8 @@ from magnitude_kernels.sample.reference import Sampled, SampleParams
 from magnitude_kernels.shared_prefix import reference as shared_prefix_reference
 from magnitude_kernels.shared_prefix.reference import Shared
 from magnitude_kernels.tree_attention import reference as tree_attention_reference
+from magnitude_kernels.verify import reference as verify_reference
+from magnitude_kernels.verify.reference import Accepted, Trees
 
 OPERATIONS = (
     "sample",
@@ -33,6 +39,9 @@ OPERATIONS = (
     "paged_attention",
     "shared_prefix",
     "tree_attention",
+    "verify",
+    "compact",
+    "gemv",
 )
 
 
@@ -152,3 +161,31 @@ def tree_attention(
 
         return tree_attention_triton(queries, cache, ragged, ancestors, scale)
     return tree_attention_reference.tree_attention(queries, cache, ragged, ancestors, scale)
+
+
+def verify(trees: Trees, drawn: torch.Tensor) -> Accepted:
+    """Returns how far the tokens drawn at each row (int64 [rows]) follow the step's drafts."""
+    if uses_kernel(drawn):
+        from magnitude_kernels.verify.triton import verify as verify_triton
+
+        return verify_triton(trees, drawn)
+    return verify_reference.verify(trees, drawn)
+
+
+def compact(cache: PageTensors, moves: SlotMoves, page_tokens: int) -> None:
+    """Moves single slots of every layer in place; see `compact.reference` for how moves come of accepted paths."""
+    if uses_kernel(cache.table):
+        from magnitude_kernels.compact.triton import compact as compact_triton
+
+        compact_triton(cache, moves, page_tokens)
+    else:
+        compact_reference.compact(cache, moves, page_tokens)
+
+
+def gemv(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Returns x @ weight.T for a few rows and packed weights, [rows, outputs] in the type of `x`."""
+    if uses_kernel(x):
+        from magnitude_kernels.gemv.triton import gemv as gemv_triton
+
+        return gemv_triton(x, weight)
+    return gemv_reference.gemv(x, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -19,6 +20,8 @@ from magnitude_proxy.config import KeyConfig
 OPEN_TENANT = "default"
 SECRET_BYTES = 32
 _HEX = re.compile("[0-9a-f]{64}")
+# Clients send the same few names with every request.
+_REMEMBERED = 256
 
 
 class Tenant(NamedTuple):
@@ -118,6 +121,7 @@ def _create(path: Path) -> None:
         draft.unlink()
 
 
+@functools.lru_cache(_REMEMBERED)
 def is_loopback(host: str) -> bool:
     """True for `localhost`, names under it and loopback addresses."""
     name = host.strip("[]").rstrip(".").lower()
@@ -129,6 +133,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+@functools.lru_cache(_REMEMBERED)
 def host_is_local(header: str | None) -> bool:
     """True when a Host header names this machine's loopback; anything else may be a rebound DNS name."""
     if header is None:

@@ -2,9 +2,9 @@
 
 A stream's headers wait for the first content, so that a failure before it is a proper HTTP status and the route in
 the headers is the one that answers; after `hold_headers_s` they go out all the same. From then on a failure is one
-`data: {"error": …}` event and the stream ends without `[DONE]`. A complete answer is committed to its session
-before its end is sent, so that the client's next step finds it. A client that leaves, or does not read for
-`STALL_S`, cancels the work behind its answer.
+`data: {"error": …}` event and the stream ends without `[DONE]`. The commit of a complete answer goes to the store
+before its end goes to the client, whose next step therefore finds it; nobody waits for the store's reply. A client
+that leaves, or does not read for `STALL_S`, cancels the work behind its answer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -62,16 +63,58 @@ class Tally:
             self.usage = item.usage
 
 
+class Script(Protocol):
+    """Turns events into the bytes of a stream; model, id and the route in the headers are fixed when it is made."""
+
+    def frames(self, batch: list[Item]) -> bytes:
+        """Returns the frames of all output in `batch`, which may be empty; the first call opens the stream."""
+
+    def ending(self, last: api.Completed | api.Failed) -> bytes:
+        """Returns the frames that end the stream."""
+
+    def broken(self, error: ProxyError) -> bytes:
+        """Returns the frames that end the stream with an error of the proxy itself."""
+
+
+class Dialect(Protocol):
+    """How the events of an answer are written for one kind of client.
+
+    Attributes:
+        keepalive: what a stream carries while there is nothing to say.
+        dropped: fields of the request that no route gets, for a response header.
+    """
+
+    keepalive: bytes
+    dropped: tuple[str, ...]
+
+    def body(self) -> Body:
+        """Returns what gathers the events into one JSON body."""
+
+    def script(self, head: Head, tally: Tally) -> Script:
+        """Returns what writes the events as a stream; `tally` goes on counting meanwhile."""
+
+
 class Answer:
     """One answer on its way to one client."""
 
-    def __init__(self, surface: Surface, exchange: Exchange, asked: Asked, lease: Lease, answer_id: str) -> None:
+    def __init__(
+        self,
+        surface: Surface,
+        exchange: Exchange,
+        asked: Asked,
+        lease: Lease,
+        answer_id: str,
+        dialect: Dialect | None = None,
+    ) -> None:
+        """Without a `dialect` the answer is written as the endpoint of `asked` has it."""
+        self._dialect = dialect or OpenAI(asked.kind)
         self._surface = surface
         self._exchange = exchange
         self._asked = asked
         self._lease = lease
         self._id = answer_id
         self._tally = Tally()
+        self._script: Script | None = None
 
     async def send(self, request: web.Request, events: Events) -> web.StreamResponse:
         """Sends the answer in the form that the client asked for; closes `events` in any case.
@@ -90,17 +133,17 @@ class Answer:
             self._exchange.route = self._tally.label or "none"
 
     async def _whole(self, events: Events) -> web.Response:
-        body: Body = ChatBody() if self._asked.kind == "chat" else TextBody()
+        body = self._dialect.body()
         async with aclosing(events):
             async for item in events:
                 self._see(item)
                 if isinstance(item, api.Delta | api.Finished):
                     body.add(item)
                 elif isinstance(item, api.Failed):
-                    await self._commit(ok=False)
+                    self._commit(ok=False)
                     raise from_failed(item)
         encoded = body.encode(self._head(), self._tally.usage)
-        await self._commit(ok=True)
+        self._commit(ok=True)
         return web.Response(body=encoded, content_type="application/json", headers=self._headers())
 
     async def _stream(self, request: web.Request, events: Events) -> web.StreamResponse:
@@ -116,7 +159,8 @@ class Answer:
                 raise
             task.uncancel()
             stopping = Unavailable("the server is stopping; send the request again", code="stopping")
-            await outlet.write(error_frame(stopping), LAST_WORD_S)
+            if self._script is not None:
+                await outlet.write(self._script.broken(stopping), LAST_WORD_S)
         finally:
             reader.cancel()
             await asyncio.wait({reader})
@@ -126,7 +170,6 @@ class Answer:
     async def _relay(self, queue: asyncio.Queue[Item], outlet: Outlet) -> None:
         """Writes what comes until the answer's end has been written."""
         clock, limits = self._surface.clock, self._surface.config.deadlines
-        script: Script | None = None
         due = clock() + limits.hold_headers_s
         while True:
             batch = await _batch(queue, due - clock())
@@ -134,21 +177,21 @@ class Answer:
                 self._see(item)
             last = batch[-1] if batch else None
             late = clock() >= due
-            if script is None:
+            if self._script is None:
                 if isinstance(last, api.Failed):
-                    await self._commit(ok=False)
+                    self._commit(ok=False)
                     raise from_failed(last)
                 if not (late or self._tally.content or isinstance(last, api.Completed)):
                     continue
-                script = Script(self._head(), self._asked.kind, self._tally)
+                self._script = self._dialect.script(self._head(), self._tally)
                 await outlet.begin(self._headers())
-            frames = script.frames(batch)
+            frames = self._script.frames(batch)
             if isinstance(last, api.Completed | api.Failed):
-                await self._commit(ok=isinstance(last, api.Completed))
-                await outlet.write(frames + script.ending(last), STALL_S)
+                self._commit(ok=isinstance(last, api.Completed))
+                await outlet.write(frames + self._script.ending(last), STALL_S)
                 return
             if frames or late:
-                await outlet.write(frames or sse.KEEPALIVE, STALL_S)
+                await outlet.write(frames or self._dialect.keepalive, STALL_S)
                 due = clock() + limits.keepalive_s
 
     def _see(self, item: Item) -> None:
@@ -177,11 +220,14 @@ class Answer:
             headers["x-magnitude-fallback-reason"] = tally.reason
         if self._lease.degraded:
             headers["x-magnitude-degraded"] = "store"
-        if self._asked.ignored and tally.label == LOCAL:
-            headers["x-magnitude-ignored"] = ", ".join(self._asked.ignored)
+        ignored = self._dialect.dropped
+        if tally.label == LOCAL:
+            ignored += self._asked.ignored
+        if ignored:
+            headers["x-magnitude-ignored"] = ", ".join(ignored)
         return headers
 
-    async def _commit(self, *, ok: bool) -> None:
+    def _commit(self, *, ok: bool) -> None:
         """Records the step in its session and the tokens in the metrics."""
         tally, usage, telemetry = self._tally, self._tally.usage, self._surface.telemetry
         route = tally.label or "none"
@@ -196,12 +242,31 @@ class Answer:
             cached_tokens=usage.cached_tokens,
             tool_call=tally.tool_call,
             ok=ok,
+            tracked=self._asked.tracked,
         )
-        await self._surface.sessions.commit(self._lease, outcome)
+        self._surface.sessions.commit(self._lease, outcome)
 
 
-class Script:
-    """Turns events into the bytes of a stream; model, id and the route in the headers are fixed when it is made."""
+class OpenAI:
+    """Chat Completions and Completions."""
+
+    keepalive = sse.KEEPALIVE
+    dropped: tuple[str, ...] = ()
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def body(self) -> Body:
+        """See `Dialect.body`."""
+        return ChatBody() if self._kind == "chat" else TextBody()
+
+    def script(self, head: Head, tally: Tally) -> Script:
+        """See `Dialect.script`."""
+        return OpenAIScript(head, self._kind, tally)
+
+
+class OpenAIScript:
+    """Chunks, one `data:` line each, and `[DONE]`."""
 
     def __init__(self, head: Head, kind: Kind, tally: Tally) -> None:
         self._chunks: Chunks = ChatChunks(head) if kind == "chat" else TextChunks(head)
@@ -209,15 +274,19 @@ class Script:
         self._told = tally.label
 
     def frames(self, batch: list[Item]) -> bytes:
-        """Returns the frames of all output in `batch`."""
+        """See `Script.frames`."""
         return b"".join(map(sse.format_event, self._payloads(batch)))
 
     def ending(self, last: api.Completed | api.Failed) -> bytes:
-        """Returns the frames that end the stream."""
+        """See `Script.ending`."""
         if isinstance(last, api.Failed):
-            return error_frame(from_failed(last))
+            return self.broken(from_failed(last))
         usage = self._chunks.usage(last.usage, self._note())
         return (b"" if usage is None else sse.format_event(usage)) + sse.DONE
+
+    def broken(self, error: ProxyError) -> bytes:
+        """See `Script.broken`."""
+        return error_frame(error)
 
     def _payloads(self, batch: list[Item]) -> Iterator[bytes]:
         for item in batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import msgspec
@@ -18,6 +18,8 @@ from magnitude_proxy.routing.route import Taken
 from magnitude_proxy.surface import EXCHANGE, SURFACE
 from magnitude_proxy.wire.intake import read_completion
 
+_COUNTED = tuple(field.name for field in msgspec.structs.fields(api.Usage) if field.type is int)
+
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Answers one completion request; raises ProxyError before anything is sent."""
@@ -26,7 +28,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     salt = tenant_salt(request)
     offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
-    answer_id = f"cmpl-{uuid.uuid4().hex}"
+    answer_id = f"cmpl-{secrets.token_hex(16)}"
     runs = [surface.dispatcher.run(step) for step in steps(asked, lease, salt, answer_id, offer)]
     events = runs[0] if len(runs) == 1 else joined(runs, asked.generate.n)
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, events)
@@ -70,5 +72,5 @@ def _numbered(queue: asyncio.Queue[tuple[int, Item]], index: int) -> Callable[[I
 
 
 def _sum(one: api.Usage, other: api.Usage) -> api.Usage:
-    fields = api.Usage.__struct_fields__
-    return api.Usage(**{name: getattr(one, name) + getattr(other, name) for name in fields})
+    """Adds up what is counted for every prompt; a prediction belongs to chats only."""
+    return api.Usage(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTED})

@@ -194,6 +194,9 @@ def from_failed(failed: api.Failed) -> ProxyError:
     if failed.code.startswith("upstream_http_"):
         status = int(failed.code.removeprefix("upstream_http_"))
         return UpstreamError(failed.message, status=status, code=failed.upstream_code, param=failed.param)
+    if failed.code == "answer_invalid":
+        # The worker has tried twice; SDKs obey the header and do not try on.
+        return Unavailable(failed.message, code=failed.code, headers={"x-should-retry": "false"})
     again = failed.retry_after_s
     headers = {} if again is None else {"Retry-After": str(max(1, round(again)))}
     return Unavailable(failed.message, code=failed.code, headers=headers)

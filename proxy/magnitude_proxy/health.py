@@ -137,7 +137,7 @@ def summary(surface: Surface) -> Health:
     return Health(
         status=state,
         model=card.name if card is not None else None,
-        draft=None,
+        draft=card.draft if card is not None else None,
         speculation=engine is not None and engine.drafts,
         cache="none" if surface.worker is None else "off" if level == "off" else "on",
         store=_store_word(surface),

@@ -14,6 +14,7 @@ the cache; it never changes an answer, so that a wrong guess costs time and noth
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -25,9 +26,12 @@ from magnitude_engine import api
 
 MAIN_BRANCH = "main"
 PRODUCT = "magnitude"
+METADATA = "metadata"
+CACHE_KEY = "prompt-cache-key"
 TEXT_PREFIX_CHARS = 1024
 RAW_CHARS = 200
 
+_SHOWN = re.compile("[0-9a-f]{32}")
 _PLAIN_BRANCH = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -35,6 +39,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request belongs.
 
     Attributes:
+        tenant: see `tenant_name`.
         session: 32 hex digits.
         branch: `main`, a client's plain branch name, or `~` and a hash of any other name.
         run: session id of the root session when the client named a parent, else `session`.
@@ -42,6 +47,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         raw: the client's own id for people to read: escaped to printable characters and cut to 200.
     """
 
+    tenant: str
     session: str
     branch: str
     run: str
@@ -107,12 +113,29 @@ def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> I
     else:
         run = session
     return Identity(
+        tenant=tenant_name(tenant),
         session=session,
         branch=branch_name(branch),
         run=run,
         source=found.source,
         raw=_printable(found.raw),
     )
+
+
+@functools.lru_cache(256)
+def tenant_name(salt: str) -> str:
+    """Returns the name under which a tenant's sessions are kept: 32 hex digits that tell nothing of its salt."""
+    return _digest("tenant", salt)[:32]
+
+
+def session_ids(tenant: str, given: str) -> tuple[str, ...]:
+    """Returns the ids of the sessions that a client may mean: `given` as it is shown, then as an id of its own.
+
+    Its own id may have come by any of the ways of the table above but a fingerprint.
+    """
+    shown = (given,) if _SHOWN.fullmatch(given) else ()
+    sources = (PRODUCT, *(client.source for client in CLIENTS), METADATA, CACHE_KEY)
+    return *shown, *(_session_id(tenant, source, given.strip()) for source in sources)
 
 
 def branch_name(raw: str | None) -> str:
@@ -143,9 +166,9 @@ def _client(present: Mapping[str, str]) -> _Found | None:
 def _hint(hints: IdentityHints) -> _Found | None:
     metadata = _given(hints.metadata_session_id)
     if metadata is not None:
-        return _Found("metadata", metadata)
+        return _Found(METADATA, metadata)
     key = _given(hints.prompt_cache_key)
-    return None if key is None else _Found("prompt-cache-key", key)
+    return None if key is None else _Found(CACHE_KEY, key)
 
 
 def _fingerprint(hints: IdentityHints) -> _Found:

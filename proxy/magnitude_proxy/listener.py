@@ -7,7 +7,7 @@ import socket
 from aiohttp import web
 
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy import health
+from magnitude_proxy import anthropic, events, feedback, health, responses, sessions, tools
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
 from magnitude_proxy.errors import HttpRefused
@@ -24,8 +24,21 @@ BACKLOG = 1024
 def api_application(surface: Surface) -> web.Application:
     """Returns the application of the public listener."""
     app = _application(surface, admin=False)
+    app.on_response_prepare.append(anthropic.name_request)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/v1/responses", responses.create)
+    app.router.add_get("/v1/responses/{id}", responses.show)
+    app.router.add_delete("/v1/responses/{id}", responses.delete)
+    app.router.add_post("/v1/responses/{id}/cancel", responses.cancel)
+    app.router.add_post("/v1/messages", anthropic.messages)
+    app.router.add_post("/v1/messages/count_tokens", anthropic.count_tokens)
+    app.router.add_post("/v1/tools", tools.tools)
+    app.router.add_post("/v1/feedback", feedback.feedback)
+    app.router.add_get("/v1/sessions", sessions.listed)
+    app.router.add_get("/v1/sessions/{id}", sessions.shown)
+    app.router.add_delete("/v1/sessions/{id}", sessions.deleted)
+    app.router.add_post("/v1/sessions/{id}/events", events.events)
     app.router.add_get("/v1/models", health.models)
     app.router.add_get("/v1/models/{name:.+}", health.model)
     app.router.add_get("/health", health.health)
@@ -41,7 +54,8 @@ def admin_application(surface: Surface) -> web.Application:
 
 
 def _application(surface: Surface, *, admin: bool) -> web.Application:
-    app = web.Application(middlewares=[around], client_max_size=surface.config.listen.max_body_bytes)
+    outward = [around] if admin else [anthropic.in_anthropics_form, around]
+    app = web.Application(middlewares=outward, client_max_size=surface.config.listen.max_body_bytes)
     app[SURFACE] = surface
     app[ADMIN] = admin
     app.on_response_prepare.append(name_request)

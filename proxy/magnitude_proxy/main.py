@@ -1,4 +1,4 @@
-"""The command `magnitude`: serve, pull, doctor, cache, worker.
+"""The command `magnitude`: serve, pull, doctor, cache, bench, worker.
 
 Exit status: 0 done, 1 `doctor` found that `serve` could not work, 2 something cannot be used as given or a server does
 not answer (one line on stderr says what and what to do), 130 interrupted.
@@ -21,7 +21,7 @@ from magnitude_engine.config import EngineConfig, default_data_dir
 from magnitude_engine.errors import ConfigError, MagnitudeError
 from magnitude_proxy import settings
 from magnitude_proxy.config import ProxyConfig
-from magnitude_proxy.setup.progress import Bar
+from magnitude_proxy.setup.progress import Bar, Progress
 from magnitude_proxy.setup.pull import KNOWN, KnownModel, ResolvedModel, known_model, model_file, pull, resolve_model
 
 ENGINE_MODULE = "magnitude_engine.main"
@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["worker"]:
             return _worker(words[1:])
+        if words[:1] == ["bench"]:
+            from magnitude_proxy.bench import command as bench
+
+            return bench.main(words[1:])
         options = _parser().parse_args(words)
         if options.command == "pull":
             return _pull(options)
@@ -62,6 +66,16 @@ def with_model(config: ProxyConfig, model: ResolvedModel) -> ProxyConfig:
     engine = msgspec.structs.replace(engine, model_path=str(model.path), model_name=name)
     worker = msgspec.structs.replace(config.worker, engine=engine)
     return msgspec.structs.replace(config, worker=worker)
+
+
+def with_draft(config: ProxyConfig, progress: Progress) -> ProxyConfig:
+    """Returns `config` with the path of the draft model instead of its name, pulling a known one."""
+    engine = config.worker.engine
+    if engine is None or engine.draft_model_path is None:
+        return config
+    draft = resolve_model(engine.draft_model_path, Path(config.data_dir), progress)
+    engine = msgspec.structs.replace(engine, draft_model_path=str(draft.path))
+    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, engine=engine))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     settings.add_arguments(doctor)
     _add_cache(commands.add_parser("cache", help="show what a running server's cache holds", description=_CACHE))
+    commands.add_parser("bench", help="measure it beside what a user would run instead", add_help=False)
     commands.add_parser("worker", help=f"run only the worker: the options of python -m {ENGINE_MODULE}", add_help=False)
     return parser
 
@@ -116,7 +131,7 @@ def _serve(config: ProxyConfig) -> int:
         data_dir = Path(config.data_dir)
         bar = _bar(known_model(config.worker.model), data_dir)
         try:
-            config = with_model(config, resolve_model(config.worker.model, data_dir, bar))
+            config = with_draft(with_model(config, resolve_model(config.worker.model, data_dir, bar)), bar)
         finally:
             bar.close()
     from magnitude_proxy import app

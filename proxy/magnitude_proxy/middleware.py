@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -148,6 +148,8 @@ async def read_body(request: web.Request) -> bytes:
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     try:
+        if request.content.is_eof():
+            return await request.read()
         async with asyncio.timeout(BODY_S):
             return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
@@ -166,7 +168,7 @@ def _too_large(limit: int) -> BodyTooLarge:
 
 def request_id(given: str | None) -> str:
     """Returns the client's request id when it is fit for headers and logs, else a new one."""
-    return given if given and _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    return given if given and _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
 
 
 def error_response(error: ProxyError) -> web.Response:

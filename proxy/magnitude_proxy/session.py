@@ -8,20 +8,23 @@ memory and say `degraded`; when it is back, the next `open` simply uses it again
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import msgspec
 
 from magnitude_proxy.config import StoreConfig
 from magnitude_proxy.identity import Identity
+from magnitude_proxy.store.book import SessionBook
 from magnitude_proxy.store.connection import KNOCK_S, StoreConnection, StoreDown
 from magnitude_proxy.store.embedded import EmbeddedStore
 from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
 from magnitude_proxy.store.memory import MemoryStore
-from magnitude_proxy.store.record import SessionRecord, State, StepOutcome, after
+from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcome, after
 from magnitude_proxy.telemetry import (
     SPAN_STORE,
     STALE_COMMITS,
@@ -56,7 +59,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sessions:
-    """Opens and commits sessions; owns the store's connection and the embedded server, if any."""
+    """Opens and commits sessions; owns the store's connection and the embedded server, if any.
+
+    Attributes:
+        book: the sessions as clients ask for them.
+    """
 
     def __init__(
         self,
@@ -65,14 +72,14 @@ class Sessions:
         telemetry: Telemetry,
         *,
         clock: Callable[[], float] = time.time,
-        nonce: Callable[[], str] = lambda: secrets.token_hex(8),
+        nonce: Callable[[], str] | None = None,
         knock_s: float = KNOCK_S,
     ) -> None:
         """Nothing is started yet.
 
         Args:
             clock: gives Unix seconds.
-            nonce: gives a value that it never gave before.
+            nonce: gives a value that it never gave before, in no process; by default one random prefix, counted up.
             knock_s: most seconds between two attempts to reach a store that is down.
 
         Raises:
@@ -81,7 +88,7 @@ class Sessions:
         self._config = config
         self._telemetry = telemetry
         self._clock = clock
-        self._nonce = nonce
+        self._nonce = nonce or _counted(secrets.token_hex(8))
         self._memory = MemoryStore()
         self._embedded = EmbeddedStore(data_dir / "store") if config.url is None else None
         url = self._embedded.url if self._embedded is not None else config.url
@@ -90,6 +97,7 @@ class Sessions:
             if url and url != IN_MEMORY
             else None
         )
+        self.book = SessionBook(self._memory, None if self._store is None else self, config.session_ttl_s)
         telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
 
     @property
@@ -123,46 +131,63 @@ class Sessions:
         """Returns the lease of the next step; from memory when the store does not answer within its limit."""
         now = self._clock()
         nonce = self._nonce()
+        owner = Owner(identity.tenant, identity.source, identity.raw)
         if self._store is not None:
             try:
-                call = open_call(identity.session, identity.branch, nonce, now, self._config.session_ttl_s)
-                opened = parse_opened(identity.session, await self._call("open", *call))
+                call = open_call(identity.session, identity.branch, owner, nonce, now, self._config.session_ttl_s)
+                opened = parse_opened(identity.session, await self.call("open", *call))
                 self._memory.remember(opened.record)
+                self.book.opened(opened.record)
                 return _lease(identity, opened.token, opened.record, degraded=False)
             except StoreDown:
                 pass
-        token, record = self._memory.open(identity.session, identity.branch, nonce, now)
+        token, record = self._memory.open(identity.session, identity.branch, owner, nonce, now)
         return _lease(identity, token, record, degraded=self._store is not None)
 
-    async def commit(self, lease: Lease, outcome: StepOutcome) -> bool:
-        """Records one step under `lease`; False when it was not recorded in the store.
+    def commit(self, lease: Lease, outcome: StepOutcome) -> asyncio.Future[bool]:
+        """Sends one step under `lease` to the store; the result, False when it was not recorded there, may be awaited.
 
-        That is so when a later lease of the branch exists, this one has committed already or the store lost it
-        (counted as stale), and when the store did not answer: then the step is kept in memory.
+        It is not recorded when a later lease of the branch exists, this one has committed already or the store lost
+        it (counted as stale), and when the store did not answer: then the step is kept in memory. Whatever this
+        process asks the store afterwards finds the step: the store takes commands in order.
         """
-        now = self._clock()
+        now, began = self._clock(), time.perf_counter()
         session, branch = lease.identity.session, lease.identity.branch
+        recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def done(reply: object) -> None:
+            if isinstance(reply, StoreDown):
+                self._telemetry.count(STORE_ERRORS, operation="commit")
+                known = self._memory.get(session)
+                if known is None or known.epoch <= lease.epoch:
+                    self._memory.remember(after(lease.record, outcome, now))
+            else:
+                self._telemetry.observe(STORE_SECONDS, time.perf_counter() - began, operation="commit")
+                self._count_stale(reply == 1)
+            if not recorded.done():
+                recorded.set_result(reply == 1)
+
         if self._store is None or lease.degraded:
-            return self._count_stale(self._memory.commit(session, branch, lease.token, outcome, now))
+            committed = self._memory.commit(session, branch, lease.token, outcome, now)
+            recorded.set_result(self._count_stale(committed))
+            return recorded
         try:
             call = commit_call(session, branch, lease.token, outcome, now, self._config.session_ttl_s)
-            return self._count_stale(await self._call("commit", *call) == 1)
-        except StoreDown:
-            known = self._memory.get(session)
-            if known is None or known.epoch <= lease.epoch:
-                self._memory.remember(after(lease.record, outcome, now))
-            return False
+            self._store.later(done, *call)
+        except StoreDown as error:
+            done(error)
+        return recorded
 
     async def get(self, session: str) -> SessionRecord | None:
         """Returns the record of a session id, None when there is none (or, with the store down, none here)."""
         if self._store is not None:
             try:
-                return parse_record(session, await self._call("get", *get_call(session)))
+                return parse_record(session, await self.call("get", *get_call(session)))
             except StoreDown:
                 pass
         return self._memory.get(session)
 
-    async def _call(self, operation: str, *command: str | int | float) -> object:
+    async def call(self, operation: str, *command: str | int | float) -> object:
         """Runs one function of the store with its metrics; raises StoreDown."""
         if self._store is None:
             raise StoreDown("no store is configured")
@@ -176,6 +201,11 @@ class Sessions:
         self._telemetry.observe(STORE_SECONDS, time.perf_counter() - began, operation=operation)
         return reply
 
+    def tell(self, *command: str | int | float) -> None:
+        """Sends a command whose reply nobody needs, or drops it while the store is down."""
+        if self._store is not None:
+            self._store.tell(*command)
+
     def _count_stale(self, committed: bool) -> bool:
         if not committed:
             self._telemetry.count(STALE_COMMITS)
@@ -186,3 +216,8 @@ def _lease(identity: Identity, token: str, record: SessionRecord, *, degraded: b
     return Lease(
         identity=identity, epoch=record.epoch, token=token, step=record.steps, degraded=degraded, record=record
     )
+
+
+def _counted(prefix: str) -> Callable[[], str]:
+    numbers = count()
+    return lambda: f"{prefix}{next(numbers):x}"

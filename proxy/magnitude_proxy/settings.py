@@ -67,11 +67,8 @@ TABLE: tuple[Setting, ...] = (
     Setting("worker.hang_s", "a worker without progress for this long is restarted, seconds"),
     Setting("worker.start_s", "a worker not ready after this long is restarted, seconds"),
     Setting("worker.engine.optimization_level", "off computes every prompt anew", "optimization-level"),
-    Setting(
-        "worker.engine.speculation",
-        "draft and verify tokens; never changes what is said (true or false)",
-        "speculation",
-    ),
+    Setting("worker.engine.speculation", "draft and verify tokens; changes no answer (true or false)", "speculation"),
+    Setting("worker.engine.draft_model_path", "smaller model that drafts; a known name or a path", "draft"),
     Setting("worker.engine.profile", "numeric profile; default: packed on CPU, native on GPU", "profile"),
     Setting("worker.engine.context_length", "shorten the model's context, tokens", "context-length"),
     Setting("worker.engine.kv_memory_mb", "memory for keys and values, MiB", "kv-memory-mb"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from magnitude_engine import api
 from magnitude_proxy.access import KeyRing, Tenant
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.errors import TooManyRequests
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.session import Sessions
 from magnitude_proxy.telemetry import Telemetry
@@ -37,8 +39,17 @@ class Worker(Protocol):
     def available(self) -> bool:
         """True when it can answer now."""
 
-    async def inspect(self) -> api.CacheReport:
-        """Returns what its cache holds; raises WorkerLost when it cannot say."""
+    async def count(self, given: api.Input) -> api.Completed | api.Failed:
+        """Returns how many tokens a prompt has as its usage, or why it cannot say."""
+
+    async def inspect(self, limit_s: float = ...) -> api.CacheReport:
+        """Returns what its cache holds; raises WorkerLost when it cannot say so in time."""
+
+    async def register(self, register: api.Register) -> api.Registered | api.Failed:
+        """Returns what it compiled of tools registered ahead, or why it did not."""
+
+    async def tell(self, *news: api.ToolEvent | api.EndSession) -> bool:
+        """Sends what has no answer, no faster than it is taken; False while there is no worker to take it."""
 
 
 class ModelSource(NamedTuple):
@@ -47,6 +58,34 @@ class ModelSource(NamedTuple):
     name: str
     mapped: bool
     models: Callable[[], Awaitable[tuple[str, ...]]]
+
+
+class Turnstile:
+    """Lets each tenant do only so much of a kind at once."""
+
+    def __init__(self) -> None:
+        self._inside: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody is at work."""
+        return bool(self._inside)
+
+    @contextmanager
+    def entered(self, what: str, tenant: str, most: int) -> Iterator[None]:
+        """Counts the work inside; raises TooManyRequests where `most` are at work. `what` names them, in the plural."""
+        key = (what, tenant)
+        if self._inside[key] >= most:
+            raise TooManyRequests(
+                f"{most} {what} at once are allowed; try again when one has ended", headers={"Retry-After": "1"}
+            )
+        self._inside[key] += 1
+        try:
+            yield
+        finally:
+            self._inside[key] -= 1
+            if not self._inside[key]:
+                del self._inside[key]
 
 
 class Drain:
@@ -127,6 +166,7 @@ class Surface:
     failure: Callable[[], str | None] = lambda: None
     refused: asyncio.Event = field(default_factory=asyncio.Event)
     drain: Drain = field(default_factory=Drain)
+    turnstile: Turnstile = field(default_factory=Turnstile)
     now: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
     seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS)

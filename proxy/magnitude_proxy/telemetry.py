@@ -7,27 +7,30 @@ Labels never carry session or tenant ids. Loggers: `magnitude.access` (one line 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import Span
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from magnitude_proxy.config import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
 
 access_log = logging.getLogger("magnitude.access")
 proxy_log = logging.getLogger("magnitude.proxy")
 worker_log = logging.getLogger("magnitude.worker")
 store_log = logging.getLogger("magnitude.store")
 
+PREFIX = "magnitude"
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -58,6 +61,9 @@ STORE_SECONDS = Metric("store_seconds", "histogram", "session store operations",
 STALE_COMMITS = Metric("session_stale_commits", "counter", "session commits refused by compare-and-set")
 WORKER_STARTS = Metric("worker_starts", "counter", "worker processes started")
 WORKER_HANGS = Metric("worker_hangs", "counter", "workers killed because their step counter stood still")
+TOOLS_REGISTERED = Metric("tools_registered", "counter", "registrations of tools by what became of them", ("status",))
+SESSION_EVENTS = Metric("session_events", "counter", "events that agents told of their sessions", ("type",))
+FEEDBACK = Metric("feedback", "counter", "feedback on sessions by what became of it", ("outcome",))
 FRAMES_FENCED = Metric("frames_fenced", "counter", "late frames dropped by epoch")
 
 TABLE: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
@@ -74,54 +80,54 @@ SPAN_STORE = "magnitude.store"
 
 
 class Telemetry:
-    """Records metrics and spans; one per process, closed by its owner."""
+    """Records metrics and spans; one per process, closed by its owner.
 
-    def __init__(self, config: TelemetryConfig) -> None:
+    Metrics go straight to Prometheus's own client, which takes a tenth of what OpenTelemetry's SDK takes for one. The
+    decision to trace is made once per request, so that the others make no spans at all.
+    """
+
+    def __init__(self, config: TelemetryConfig, chance: Callable[[], float] = random.random) -> None:
+        """`chance` gives numbers in [0, 1) that choose the requests that are traced."""
+        disable_created_metrics()
         self._registry = CollectorRegistry()
-        reader = PrometheusMetricReader(registry=self._registry, prefix="magnitude", scope_info_enabled=False)
-        resource = Resource.create({"service.name": "magnitude-proxy"})
-        self._meters = MeterProvider(metric_readers=[reader], resource=resource)
-        self._meter = self._meters.get_meter("magnitude")
-        sampler = ParentBased(TraceIdRatioBased(config.trace_ratio))
-        self._traces = TracerProvider(sampler=sampler, resource=resource) if config.otlp_endpoint else None
-        if self._traces is not None:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-            exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint)
-            self._traces.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._traces.get_tracer("magnitude") if self._traces else None
         self._counters = {
-            m.name: self._meter.create_counter(m.name, description=m.help) for m in TABLE if m.kind == "counter"
+            m.name: _Children(Counter(*_described(m), registry=self._registry)) for m in TABLE if m.kind == "counter"
         }
         self._histograms = {
-            m.name: self._meter.create_histogram(
-                m.name, description=m.help, explicit_bucket_boundaries_advisory=list(m.buckets)
-            )
+            m.name: _Children(Histogram(*_described(m), buckets=m.buckets, registry=self._registry))
             for m in TABLE
             if m.kind == "histogram"
         }
+        self._gauges: dict[str, _Gauge] = {}
+        self._traces = _tracing(config.otlp_endpoint) if config.otlp_endpoint else None
+        self._tracer = self._traces.get_tracer("magnitude") if self._traces else None
+        self._ratio = config.trace_ratio
+        self._chance = chance
+        self._open_spans = 0
 
     def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
         """Adds `amount` to a counter."""
-        self._counters[metric.name].add(amount, labels)
+        self._counters[metric.name].of(labels).inc(amount)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Records one value of a histogram."""
-        self._histograms[metric.name].record(value, labels)
+        self._histograms[metric.name].of(labels).observe(value)
 
     def gauge(self, metric: Metric, read: Callable[[], Iterable[tuple[float, dict[str, str]]]]) -> None:
         """Registers a gauge; `read` returns its present values with labels whenever it is scraped."""
-
-        def callback(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(value, labels) for value, labels in read()]
-
-        self._meter.create_observable_gauge(metric.name, callbacks=[callback], description=metric.help)
+        known = self._gauges.get(metric.name)
+        if known is None:
+            known = self._gauges[metric.name] = _Gauge(metric)
+            self._registry.register(known)
+        known.readers.append(read)
 
     def span(self, name: str, **attributes: str | int | float) -> AbstractContextManager[Span | None]:
-        """Returns a context manager for a span; nothing is recorded without an OTLP endpoint."""
+        """Returns a context manager for a span; nothing is recorded without an OTLP endpoint, or for most requests."""
         if self._tracer is None:
             return _NO_SPAN
-        return self._tracer.start_as_current_span(name, attributes=attributes)
+        if name == SPAN_REQUEST:
+            return self._recorded(name, attributes) if self._chance() < self._ratio else _NO_SPAN
+        return self._recorded(name, attributes) if self._open_spans and _traced() else _NO_SPAN
 
     def exposition(self) -> bytes:
         """Returns all metrics in Prometheus text form."""
@@ -129,16 +135,92 @@ class Telemetry:
 
     def close(self) -> None:
         """Flushes what is pending."""
-        self._meters.shutdown()
         if self._traces is not None:
             self._traces.shutdown()
 
+    @contextmanager
+    def _recorded(self, name: str, attributes: dict[str, str | int | float]) -> Iterator[Span | None]:
+        if self._tracer is None:
+            yield None
+            return
+        self._open_spans += 1
+        try:
+            with self._tracer.start_as_current_span(name, attributes=attributes) as span:
+                yield span
+        finally:
+            self._open_spans -= 1
+
+
+Family = TypeVar("Family", Counter, Histogram)
+
+
+class _Children(Generic[Family]):
+    """The time series of one metric; looking them up here is several times cheaper than asking its family."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._known: dict[tuple[str, ...], Family] = {}
+
+    def of(self, labels: dict[str, str]) -> Family:
+        """Returns the series of these labels, which the metric's table row names, all of them."""
+        key = (*labels, *labels.values())
+        child = self._known.get(key)
+        if child is None:
+            child = self._known[key] = self._family.labels(**labels) if labels else self._family
+        return child
+
+
+class _Gauge(Collector):
+    """A gauge that is read when scraped."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self.readers: list[Callable[[], Iterable[tuple[float, dict[str, str]]]]] = []
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Returns the gauge without values, so that nothing is read before somebody asks."""
+        return [self._family()]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """See prometheus_client."""
+        family = self._family()
+        for value, labels in chain.from_iterable(read() for read in self.readers):
+            family.add_metric([labels[name] for name in self._metric.labels], value)
+        yield family
+
+    def _family(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{PREFIX}_{self._metric.name}", self._metric.help, labels=self._metric.labels)
+
 
 class _NoSpan(AbstractContextManager[None]):
-    """Stands in where tracing is off."""
+    """Stands in where nothing is traced."""
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
 _NO_SPAN = _NoSpan()
+
+
+def _described(metric: Metric) -> tuple[str, str, tuple[str, ...]]:
+    """Returns what Prometheus's client wants to know of a metric first."""
+    return f"{PREFIX}_{metric.name}", metric.help, metric.labels
+
+
+def _traced() -> bool:
+    """True inside a span that is recorded."""
+    from opentelemetry.trace import get_current_span
+
+    return get_current_span().is_recording()
+
+
+def _tracing(endpoint: str) -> TracerProvider:
+    """Returns what makes spans and sends them to `endpoint`; imported only where somebody wants it."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": "magnitude-proxy"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider

@@ -110,7 +110,7 @@ def run(tokenizer: Tokenizer, path: Path) -> None:
             arguments = json.dumps(test["data"], ensure_ascii=False)
             text = f'{HERMES.begin}\n{{"name": "act", "arguments": {arguments}}}\n{HERMES.end}'
             tokens = tokenizer.encode(text)
-            if grammar.begin().masks(tokens).allowed == len(tokens):
+            if len(grammar.begin().masks(tokens).allowed) == len(tokens):
                 part, whole = follow(grammar, tokens, times, "call")
                 forced, total = forced + part, total + whole
     auto = ToolCalls(tools=(api.Tool(name="act", parameters={"type": "object"}),), format=HERMES)

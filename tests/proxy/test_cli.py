@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from magnitude_engine.config import EngineConfig
+from magnitude_engine.errors import ModelNotFound
 from magnitude_proxy import main as cli
+from magnitude_proxy import settings
 from magnitude_proxy.config import ProxyConfig, WorkerConfig
 from magnitude_proxy.setup import pull as pulling
 from magnitude_proxy.setup.pull import KnownModel, ResolvedModel
@@ -77,6 +79,24 @@ def test_the_resolved_model_reaches_the_worker() -> None:
     kept = cli.with_model(named, ResolvedModel(Path("/m/file.gguf"), "smollm2")).worker.engine
     assert kept is not None
     assert kept.model_name == "mine"
+
+
+def test_the_draft_model_may_be_named_or_given_by_path(tmp_path: Path) -> None:
+    def load(*draft: str) -> ProxyConfig:
+        words = ["serve", "--data-dir", str(tmp_path), *draft]
+        return settings.load(cli._parser().parse_args(words), {})
+
+    def silent(label: str, done: int, total: int) -> None:
+        """Nothing is pulled."""
+
+    file = tmp_path / "small.gguf"
+    file.touch()
+    engine = cli.with_draft(load("--draft", str(file)), silent).worker.engine
+    assert engine is not None
+    assert engine.draft_model_path == str(file)
+    assert cli.with_draft(load(), silent) == load()
+    with pytest.raises(ModelNotFound, match="nosuch"):
+        cli.with_draft(load("--draft", "nosuch"), silent)
 
 
 def test_a_pull_without_a_terminal_says_what_goes_where(

@@ -138,6 +138,11 @@ def test_upstream_refusals_keep_message_param_and_code() -> None:
     assert (error.http_status, error.param, error.code) == (400, "messages", "string_too_long")
 
 
+def test_an_answer_that_failed_twice_is_not_asked_for_again() -> None:
+    error = errors.from_failed(failed("answer_invalid"))
+    assert (error.http_status, error.headers) == (503, {"x-should-retry": "false"})
+
+
 @pytest.mark.parametrize("code", ["worker_lost", "deadline_exceeded", "numeric_failure", "overloaded"])
 def test_leaving_the_worker_for_a_first_upstream_costs_no_budget(code: str) -> None:
     failure = failed(code)
@@ -210,6 +215,7 @@ def test_after_content_only_a_lost_worker_is_resumed(route: str, code: str, resu
         (failed("upstream_http_429", retry_after_s=1.0), False),
         (failed("upstream_http_400", retryable=False), False),
         (failed("overloaded"), False),
+        (failed("answer_invalid"), False),
         (REFUSED, False),
         (failed("invalid_value", retryable=False), False),
     ],

@@ -21,7 +21,7 @@ from magnitude_proxy.store import embedded as embedded_module
 from magnitude_proxy.store.connection import STEADY_S, StoreConnection, StoreDown, next_pause
 from magnitude_proxy.store.embedded import EmbeddedStore, StoreUnavailable, find_binary
 from magnitude_proxy.store.memory import MemoryStore
-from magnitude_proxy.store.record import StepOutcome, state_after
+from magnitude_proxy.store.record import Owner, StepOutcome, state_after
 from testkit import store
 
 OWNER = Path(store.__file__).with_name("store_owner.py")
@@ -359,7 +359,7 @@ def test_a_private_folder_is_no_link_and_closed_to_others(tmp_path: Path) -> Non
 def test_memory_forgets_the_least_recently_used() -> None:
     memory = MemoryStore(limit=2)
     for session in ("a", "b", "a", "c"):
-        memory.open(session, "main", "n", 1.0)
+        memory.open(session, "main", Owner("t"), "n", 1.0)
     assert memory.get("b") is None
     record = memory.get("a")
     assert record is not None

@@ -73,7 +73,7 @@ def refused(**fields: Any) -> BadRequest:
         ({"logprobs": 3}, "logprobs"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
-        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -82,6 +82,8 @@ def refused(**fields: Any) -> BadRequest:
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "a.b"}}]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         (
@@ -215,7 +217,7 @@ def test_a_full_request_becomes_the_neutral_form() -> None:
         stop="X",
         logprobs=True,
         ignore_eos=True,
-        prediction={"type": "content", "content": "x"},
+        prediction={"type": "content", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]},
         metadata={"session_id": "s"},
         prompt_cache_key="k",
         magnitude={"session": "mine", "branch": "b", "config": {"max_batch_size": 4}, "wish": 1},
@@ -237,7 +239,7 @@ def test_a_full_request_becomes_the_neutral_form() -> None:
     assert generate.preferences.max_batch_size == 4
     assert (asked.hints.magnitude_session, asked.hints.metadata_session_id) == ("mine", "s")
     assert asked.include_usage
-    assert asked.predicted
+    assert (asked.predicted, generate.prediction) == (True, "xy")
     assert "magnitude" not in asked.body
     assert asked.body["colour"] == "red"
     assert asked.ignored == ("colour", "magnitude.wish")
@@ -362,6 +364,8 @@ USAGE = api.Usage(
     cached_disk_tokens=1,
     drafted_tokens=4,
     accepted_tokens=1,
+    accepted_prediction_tokens=1,
+    rejected_prediction_tokens=3,
 )
 
 

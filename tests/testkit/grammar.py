@@ -155,7 +155,7 @@ def allowed(mask: torch.Tensor) -> list[int]:
 def accepts(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the grammar takes `text` as a whole, token by token under its masks."""
     state, tokens = grammar.begin(), tokenizer.encode(text)
-    if state.masks(tokens).allowed < len(tokens):
+    if len(state.masks(tokens).allowed) < len(tokens):
         return False
     for token in tokens:
         state.accept(token)

@@ -48,3 +48,15 @@ def checksum(content: bytes) -> int:
     words: tuple[int, ...] = struct.unpack(f"<{len(content) // 4}I", content)
     total = (_START + sum((2 * i + 1) * word for i, word in enumerate(words))) % 2**64
     return total - 2**64 if total >> 63 else total
+
+
+def compacted(tensors: Sequence[torch.Tensor], moves: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Returns the bytes of each tensor after moving slots (source, target), one move after the other."""
+    results = []
+    for content in raw(tensors):
+        size = len(content) // (tensors[0].shape[0] * PAGE_TOKENS)
+        slots = [content[i : i + size] for i in range(0, len(content), size)]
+        for source, target in moves:
+            slots[target] = slots[source]
+        results.append(b"".join(slots))
+    return results

@@ -20,7 +20,10 @@ class Batch(NamedTuple):
 
 
 def batch(vocab: int, rows: int, seed: int, masked: bool) -> Batch:
-    """Returns rows of every kind: greedy and sampled, cut in each way, with ties, zeros, extremes and bad rows."""
+    """Returns rows of every kind: greedy and sampled, cut in each way, with ties, zeros, extremes and bad rows.
+
+    Masks allow everything, what chance says, nothing, or one token; bits past the vocabulary are set or not.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def pick(values: list[float]) -> torch.Tensor:
@@ -43,6 +46,10 @@ def batch(vocab: int, rows: int, seed: int, masked: bool) -> Batch:
     mask = torch.randint(-(2**31), 2**31, (rows, words), generator=generator).to(torch.int32)
     mask[0::3] = -1
     mask[2::3] = 0
+    # One token alone, at either end of the vocabulary or of a word, whatever its logit.
+    for row in range(5, rows, 6):
+        token = min((0, 31, 32, vocab - 1)[row // 6 % 4], vocab - 1)
+        mask[row, token // 32] = 1 << token % 32 if token % 32 < 31 else -(2**31)
     keys = [noise.row_key(seed, i, 7) for i in range(rows)]
     params = SampleParams(
         temperature=pick([0.0, 0.3, 1.0, 1.7, 1e-40, 1e30]),

@@ -2,7 +2,7 @@
 
 python scripted_worker.py --socket PATH [--start normal|refuse|mute|crash]
 
-A text prompt is a script: words separated by blanks, carried out in order.
+A conversation counts one token per message. A text prompt is a script: words separated by blanks, carried out in order.
 
     N          N deltas `w0 `, `w1 `, … with one token id each
     foreign    a delta with another epoch
@@ -47,7 +47,9 @@ REPORT = api.CacheReport(
 
 
 class ScriptedWorker:
-    """Serves connections on a unix socket; `cancelled` and `generated` keep what was asked.
+    """Serves connections on a unix socket; `cancelled`, `generated`, `registered` and `news` keep what was asked.
+
+    A registration with a tool named `bad` is refused; one of a tool named `slow` waits for `go_on`.
 
     Attributes:
         report: the answer to `Inspect`; None says nothing.
@@ -58,6 +60,9 @@ class ScriptedWorker:
         self.socket = socket
         self.cancelled: list[api.Cancel] = []
         self.generated: list[api.Generate] = []
+        self.registered: list[api.Register] = []
+        self.news: list[api.ToolEvent | api.EndSession] = []
+        self.go_on = asyncio.Event()
         self.connections = 0
         self.report: api.CacheReport | None = REPORT
         self.inspected = 0
@@ -97,6 +102,17 @@ class ScriptedWorker:
                     self.generated.append(command)
                     key = (command.request, command.epoch)
                     tasks[key] = asyncio.create_task(self._play(command, writer))
+                elif isinstance(command, api.Register):
+                    self.registered.append(command)
+                    tasks[command.request, 0] = asyncio.create_task(self._compile(command, writer))
+                elif isinstance(command, api.ToolEvent | api.EndSession):
+                    self.news.append(command)
+                elif isinstance(command, api.Count):
+                    counted = len(command.input.messages) if isinstance(command.input, api.ChatInput) else 0
+                    told = api.Completed(
+                        request=command.request, epoch=command.epoch, usage=api.Usage(prompt_tokens=counted)
+                    )
+                    writer.write(api.encode_frame(told))
                 elif isinstance(command, api.Inspect):
                     self.inspected += 1
                     if self.report is not None:
@@ -108,6 +124,19 @@ class ScriptedWorker:
             task.cancel()
         self._writers.discard(writer)
         writer.close()
+
+    async def _compile(self, asked: api.Register, writer: asyncio.StreamWriter) -> None:
+        ids = {"request": asked.request, "epoch": asked.epoch}
+        names = [tool.name for tool in asked.tools]
+        if "slow" in names:
+            await self.go_on.wait()
+        if "bad" in names:
+            param = f"tools[{names.index('bad')}].function.parameters"
+            message = f"{param} cannot be used: not is unknown"
+            writer.write(api.encode_frame(api.Failed(**ids, code="invalid_value", message=message, param=param)))
+            return
+        tools = tuple(api.RegisteredTool(name=n, checked=("not at #",) if n == "odd" else ()) for n in names)
+        writer.write(api.encode_frame(api.Registered(**ids, tools=tools)))
 
     async def _push(self, writer: asyncio.StreamWriter) -> None:
         while not writer.is_closing():

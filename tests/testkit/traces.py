@@ -1,24 +1,24 @@
 """Recorded agent sessions, and the requests that their agents would send.
 
-A trace is a line of JSON: `trace_id`, `tools` and `messages` in OpenAI's form. Its own ones lie in `fixtures/traces`;
-public ones are read from `../shared/data/traces/public` where they are.
+The product's own traces are those that `magnitude bench` carries; public ones are read from
+`../shared/data/traces/public` where they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from magnitude_engine import api
 from magnitude_engine.model.loader import LoadedModel
+from magnitude_proxy.bench import recorded
 
-TESTS = Path(__file__).resolve().parents[1]
-OWN = TESTS / "fixtures" / "traces"
-PUBLIC = TESTS.parents[1] / "shared" / "data" / "traces" / "public"
+OWN = recorded.OWN
+PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces" / "public"
 
 
 class Trace(NamedTuple):
@@ -62,10 +62,10 @@ def public_traces_or_skip() -> list[Trace]:
 
 def read_traces(path: Path) -> Iterator[Trace]:
     """Yields the traces of a file."""
-    for line in path.read_text("utf-8").splitlines():
-        record = json.loads(line)
-        tools = tuple(_tool(each["function"]) for each in record["tools"])
-        yield Trace(record["trace_id"], path.stem, tools, tuple(map(_message, record["messages"])))
+    for trace in recorded.read_traces(path):
+        functions = [tool.function for tool in trace.tools]
+        tools = tuple(api.Tool(name=f.name, description=f.description, parameters=f.parameters) for f in functions)
+        yield Trace(trace.trace_id, trace.group, tools, tuple(map(_message, trace.messages)))
 
 
 def turns(trace: Trace, model: LoadedModel) -> list[Turn]:
@@ -112,25 +112,13 @@ def request(turn: Turn, ahead: bool = False, forced: bool = True) -> api.Generat
     )
 
 
-def _tool(function: dict[str, Any]) -> api.Tool:
-    return api.Tool(
-        name=function["name"], description=function.get("description", ""), parameters=function.get("parameters", {})
-    )
-
-
-def _message(record: dict[str, Any]) -> api.Message:
-    calls: Sequence[dict[str, Any]] = record.get("tool_calls") or ()
+def _message(message: recorded.Message) -> api.Message:
     return api.Message(
-        role=record["role"],
-        content=_text(record.get("content")),
+        role=message.role,
+        content=message.text,
         tool_calls=tuple(
-            api.ToolCall(id=c["id"], name=c["function"]["name"], arguments=c["function"]["arguments"]) for c in calls
+            api.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
         ),
-        tool_call_id=record.get("tool_call_id"),
+        tool_call_id=message.tool_call_id,
     )
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""

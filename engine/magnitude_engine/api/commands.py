@@ -8,7 +8,7 @@ import msgspec
 
 from magnitude_engine.api.conversation import Format, Frozen, Input, Tool
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Sampling(Frozen, frozen=True, kw_only=True):
@@ -61,6 +61,8 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
         format: what the answer must look like; None for anything.
         partial_calls: tool calls are given as they are written, where nothing of them is left to be checked;
             otherwise each as a whole.
+        prediction: text that the client expects the answer to follow; it decides how fast the answer comes, never
+            what it says. None where the client sent none.
     """
 
     request: str
@@ -80,6 +82,7 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
     echo: bool = False
     format: Format | None = None
     partial_calls: bool = False
+    prediction: str | None = None
     priority: int = 0
     preferences: Preferences = Preferences()
     resume: tuple[Resume, ...] = ()
@@ -90,6 +93,17 @@ class Cancel(Frozen, tag="cancel", frozen=True, kw_only=True):
 
     request: str
     epoch: int
+
+
+class Count(Frozen, tag="count", frozen=True, kw_only=True):
+    """Ask how many tokens a prompt has.
+
+    Nothing is generated: the answer is one `Completed` with `usage.prompt_tokens`, or `Failed`.
+    """
+
+    request: str
+    epoch: int
+    input: Input
 
 
 class ToolEvent(Frozen, tag="tool_event", frozen=True, kw_only=True):
@@ -110,9 +124,15 @@ class ToolEvent(Frozen, tag="tool_event", frozen=True, kw_only=True):
 
 
 class Register(Frozen, tag="register", frozen=True, kw_only=True):
-    """Compute the prompt prefix of these tools and this system prompt before the first request has them."""
+    """Compile these tools' schemas and compute the prompt prefix of them and this system prompt ahead of requests.
+
+    With a `request` id it is answered, once the schemas are compiled: with `Registered`, or with `Failed` where they
+    cannot be used.
+    """
 
     tenant: str
+    request: str = ""
+    epoch: int = 0
     tools: tuple[Tool, ...] = ()
     system: str = ""
 
@@ -139,4 +159,4 @@ class Hello(Frozen, tag="hello", frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
 
 
-Command = Hello | Generate | Cancel | Probe | ToolEvent | Register | EndSession | Inspect
+Command = Hello | Generate | Count | Cancel | Probe | ToolEvent | Register | EndSession | Inspect

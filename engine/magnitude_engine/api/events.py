@@ -33,10 +33,28 @@ class ToolCallDelta(Frozen, frozen=True, kw_only=True):
     arguments: str = ""
 
 
+class ProposerUse(Frozen, frozen=True, kw_only=True):
+    """What one proposer drafted for a request, and how much of it was what the model says.
+
+    Attributes:
+        name: `suffix`, `prediction`, `model` or `self`.
+    """
+
+    name: str
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Usage(Frozen, frozen=True, kw_only=True):
     """Token counts of one request; those after `cached_tokens` are the engine's own figures.
 
     Of `cached_tokens`, `cached_host_tokens` and `cached_disk_tokens` were brought back from there.
+
+    Attributes:
+        accepted_prediction_tokens, rejected_prediction_tokens: tokens of `Generate.prediction` that were verified, and
+            those of them that the answer does not have; None where there was no prediction.
+        speculation: drafted and accepted tokens by proposer; those that proposed nothing are absent.
+        draft_decisions: what was decided in how many steps: `drafted`, `not worth it` or `nothing known`.
     """
 
     prompt_tokens: int = 0
@@ -48,6 +66,10 @@ class Usage(Frozen, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     forced_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    speculation: tuple[ProposerUse, ...] = ()
+    draft_decisions: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Started(Frozen, tag="started", frozen=True, kw_only=True):
@@ -124,7 +146,7 @@ class Failed(Frozen, tag="failed", frozen=True, kw_only=True):
 
 
 class ModelCard(Frozen, frozen=True, kw_only=True):
-    """The model a worker serves."""
+    """The model a worker serves; `draft` names the model that drafts for it, where there is one."""
 
     name: str
     architecture: str
@@ -135,6 +157,7 @@ class ModelCard(Frozen, frozen=True, kw_only=True):
     weights_hash: str
     parameters: int = 0
     path: str = ""
+    draft: str | None = None
 
 
 class Welcome(Frozen, tag="welcome", frozen=True, kw_only=True):
@@ -162,5 +185,21 @@ class Status(Frozen, tag="status", frozen=True, kw_only=True):
     gauges: dict[str, float] = msgspec.field(default_factory=dict)
 
 
+class RegisteredTool(Frozen, frozen=True, kw_only=True):
+    """A tool whose schema is compiled; `checked` names keywords that are checked after a call, not by its grammar."""
+
+    name: str
+    checked: tuple[str, ...] = ()
+
+
+class Registered(Frozen, tag="registered", frozen=True, kw_only=True):
+    """The tools of a `Register` are compiled; `ignored` names keywords that assert nothing, with their place."""
+
+    request: str
+    epoch: int
+    tools: tuple[RegisteredTool, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
 AnswerEvent = Started | Progress | Delta | Finished | Completed | Failed
-Event = Welcome | Status | CacheReport | AnswerEvent
+Event = Welcome | Status | CacheReport | Registered | AnswerEvent

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import httpx
 import msgspec
@@ -29,9 +29,11 @@ from magnitude_engine.client.requests import (
     chat_ask,
     encode,
     encode_feedback,
+    encode_tools,
     prompt_ask,
 )
-from magnitude_engine.client.transport import EventStream, Transport, base_url
+from magnitude_engine.client.session import AgentSession
+from magnitude_engine.client.transport import EventStream, Transport, base_url, decode
 from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_engine.errors import ConfigError, NotReady, StatusError, StreamBroken, WrongEventLoop
 
@@ -41,7 +43,6 @@ DEFAULT_ENDPOINT = "http://localhost:8000/v1"
 ANY_MODEL = "default"
 
 log = logging.getLogger("magnitude.client")
-_T = TypeVar("_T")
 
 
 class FeedbackReceipt(TypedDict, total=False):
@@ -49,6 +50,27 @@ class FeedbackReceipt(TypedDict, total=False):
 
     status: str
     reason: str
+
+
+class RegisteredTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the server knows ahead.
+
+    Attributes:
+        grammar: `exact` where its calls cannot break its schema; `checked` where that is made sure of before they
+            are sent, for the sake of `checked_keywords`.
+    """
+
+    name: str
+    status: str
+    grammar: str
+    checked_keywords: tuple[str, ...] = ()
+
+
+class RegisteredTools(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a registration; `ignored_keywords` assert nothing, because no standard defines them."""
+
+    tools: tuple[RegisteredTool, ...] = msgspec.field(name="data")
+    ignored_keywords: tuple[str, ...] = ()
 
 
 class _Model(msgspec.Struct):
@@ -177,7 +199,7 @@ class MagnitudeClient:
             if problem.status == 503:
                 raise NotReady(f"{problem.message}. Wait for the model to load, or see the server's log") from problem
             raise
-        health = _decode(response, RuntimeHealth)
+        health = decode(response, RuntimeHealth)
         served = await self._served_models()
         warnings = (*health.warnings, *differences(self._config, served, health))
         for warning in warnings:
@@ -265,6 +287,23 @@ class MagnitudeClient:
         """
         return await self._answer(chat_ask(messages, session_id, stream, Options(**options)))
 
+    async def register_tools(self, tools: Sequence[Mapping[str, Any]], *, system: str = "") -> RegisteredTools:
+        """Has the server compile the schemas of OpenAI tool definitions, and compute what prompts with them begin with.
+
+        Later requests with the same `tools`, in the same order, and the same system message find that done.
+
+        Raises:
+            RequestError: an argument cannot be sent.
+            StatusError: 400 for a schema that can be neither enforced nor checked, naming tool and keyword.
+        """
+        self._check_loop()
+        response = await self._transport.request("POST", self._transport.url("/tools"), encode_tools(tools, system))
+        return decode(response, RegisteredTools)
+
+    def session(self, session_id: str) -> AgentSession:
+        """Returns one session of the server: its report, its end, and a stream of events of its tools."""
+        return AgentSession(session_id, self._transport, self._check_loop)
+
     async def submit_telemetry_feedback(self, feedback: Mapping[str, Any]) -> FeedbackReceipt:
         """Tells the server how a session ended: `session_id`, `success`, `error_reason`, `timestamp` (ISO 8601).
 
@@ -287,7 +326,7 @@ class MagnitudeClient:
                 param=None,
                 request_id=problem.request_id,
             ) from problem
-        return _decode(response, FeedbackReceipt)
+        return decode(response, FeedbackReceipt)
 
     async def _answer(self, ask: Ask) -> GenerateResult | AnswerStream:
         self._check_loop()
@@ -328,7 +367,7 @@ class MagnitudeClient:
 
     async def _served_models(self) -> tuple[str, ...]:
         response = await self._transport.request("GET", self._transport.url("/models"))
-        return tuple(model.id for model in _decode(response, _Models).data)
+        return tuple(model.id for model in decode(response, _Models).data)
 
     def _check_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -354,18 +393,3 @@ def _collector(ask: Ask, response: httpx.Response) -> Collector:
         logprobs=ask.options.logprobs is not None and ask.options.logprobs is not False,
     )
     return Collector(origin, str(response.request.url))
-
-
-def _decode(response: httpx.Response, shape: type[_T]) -> _T:
-    """Returns the body as `shape`; raises StatusError for any other body."""
-    try:
-        return msgspec.json.decode(response.content, type=shape)
-    except msgspec.DecodeError as problem:
-        raise StatusError(
-            f"{response.request.url} answered something else than this client expects ({problem}): "
-            "is the endpoint a Magnitude server's base URL?",
-            status=response.status_code,
-            error_code=None,
-            param=None,
-            request_id=response.headers.get("x-request-id"),
-        ) from problem

@@ -193,6 +193,28 @@ def _check_types(given: Ask | Options) -> None:
         raise RequestError(f"{where} must be {words}, not {_KINDS.get(got, got)}", param=param) from problem
 
 
+class _Tools(msgspec.Struct, frozen=True, kw_only=True):
+    """Body for `/tools`."""
+
+    tools: Sequence[Mapping[str, Any]]
+    system: str = ""
+
+
+def encode_tools(tools: Sequence[Mapping[str, Any]], system: str) -> bytes:
+    """Returns the JSON body for `/tools`.
+
+    Raises:
+        RequestError: an argument has the wrong form, or no form in JSON.
+    """
+    _check_types(Options(tools=tools))
+    if not isinstance(system, str):
+        raise RequestError(f"system must be text, not {type(system).__name__}", param="system")
+    try:
+        return msgspec.json.encode(_Tools(tools=tools, system=system))
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise RequestError(f"the tools cannot be written as JSON: {problem}", param="tools") from problem
+
+
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a session ended; `timestamp` is ISO 8601."""
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping
 from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from math import isfinite
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
 import msgspec
@@ -35,7 +35,10 @@ CONNECT_S = 5.0
 FIRST_DELAY_S = 0.5
 LAST_DELAY_S = 8.0
 LONGEST_RETRY_AFTER_S = 120.0
+NDJSON = "application/x-ndjson"
 MAX_EVENT_BYTES = 64 * 1024 * 1024
+
+_T = TypeVar("_T")
 
 
 def base_url(endpoint: str) -> httpx.URL:
@@ -161,6 +164,21 @@ def stream_failure(problem: httpx.RequestError, url: httpx.URL, timeout: float) 
     return StreamBroken(f"stream from {url} broke before its end ({cause}); the text so far is not a complete answer")
 
 
+def decode(response: httpx.Response, shape: type[_T], body: bytes | None = None) -> _T:
+    """Returns a response's body, or this part of it, as `shape`; raises StatusError for anything else."""
+    try:
+        return msgspec.json.decode(response.content if body is None else body, type=shape)
+    except msgspec.DecodeError as problem:
+        raise StatusError(
+            f"{response.request.url} answered something else than this client expects ({problem}): "
+            "is the endpoint a Magnitude server's base URL?",
+            status=response.status_code,
+            error_code=None,
+            param=None,
+            request_id=response.headers.get("x-request-id"),
+        ) from problem
+
+
 class SseDecoder:
     """Splits the bytes of a `text/event-stream` into the data of its events, whatever the chunks' borders."""
 
@@ -269,16 +287,34 @@ class Transport:
         response = await self._attempts("POST", url, body, stream=True)
         return response, EventStream(response, self._timeout)
 
+    async def upload(self, url: httpx.URL, lines: AsyncGenerator[bytes, None]) -> httpx.Response:
+        """Sends lines of JSON as they come and returns the read 2xx response; nothing is sent twice.
+
+        Raises:
+            ClientError: as `request` does.
+        """
+        await self._guarded()
+        try:
+            response = await self._http.post(url, content=lines, headers={"Content-Type": NDJSON})
+        except httpx.RequestError as problem:
+            raise transport_failure(problem, "POST", url, self._timeout) from problem
+        if not response.is_success:
+            raise status_failure(response)
+        return response
+
     async def aclose(self) -> None:
         """Closes all connections; may be called more than once."""
         if self._guard is not None:
             await self._guard.aclose()
         await self._http.aclose()
 
-    async def _attempts(self, method: str, url: httpx.URL, body: bytes | None, *, stream: bool) -> httpx.Response:
+    async def _guarded(self) -> None:
         if self._guard is None:
             self._guard = _close_with_loop(self._http)
             await anext(self._guard)
+
+    async def _attempts(self, method: str, url: httpx.URL, body: bytes | None, *, stream: bool) -> httpx.Response:
+        await self._guarded()
         attempt = 0
         while True:
             delay: float | None = backoff(attempt, random.random())

@@ -25,7 +25,7 @@ from magnitude_engine.errors import AnswerInvalid, FeatureUnsupported
 
 
 class Constraints:
-    """Thread-safe. Its processes start with the first request that needs them; calls block while they work.
+    """Thread-safe; calls block while its processes work, which start with `start` or when something needs them.
 
     Args:
         columns: width of the model's logits.
@@ -37,8 +37,16 @@ class Constraints:
         self._columns = columns
         self._format = format
         self._lock = threading.Lock()
+        self._closes = 0
         self._compiler: GrammarCompiler | None = None
         self._validator: Validator | None = None
+
+    def start(self) -> None:
+        """Has the compiler and its process get ready ahead of the first grammar; does not wait for them."""
+        # Without a token that ends an answer no request can have a grammar; it is told so.
+        if self._tokenizer.eos_ids:
+            start = threading.Thread(target=self._start, args=(self._closes,), name="magnitude-grammar", daemon=True)
+            start.start()
 
     def grammar(self, generate: api.Generate) -> CompiledGrammar | None:
         """Returns what the answers may be; None for anything.
@@ -49,21 +57,19 @@ class Constraints:
             Overloaded: too many others are waiting.
         """
         spec = specification(generate, self._format)
-        return None if spec is None else self._compilers().compile(spec)
+        grammar = None if spec is None else self._compilers().compile(spec)
+        if grammar is not None and grammar.check is not None:
+            # Ready by the time the answer is.
+            self._checker()
+        return grammar
 
-    def prepare(self, tools: Sequence[api.Tool]) -> None:
-        """Compiles what requests with these tools will need (see `grammar` for errors)."""
-        if tools:
-            self._compilers().compile(ToolCalls(tools=tuple(tools), format=self._format))
+    def prepare(self, tools: Sequence[api.Tool]) -> CompiledGrammar | None:
+        """Compiles what requests with these tools will need (see `grammar`)."""
+        return self._compilers().compile(ToolCalls(tools=tuple(tools), format=self._format)) if tools else None
 
     def check(self, rule: Rule, text: str) -> None:
         """Raises AnswerInvalid where finished text breaks the rule, or checking it takes too long."""
-        with self._lock:
-            if self._validator is None:
-                self._validator = Validator()
-                weakref.finalize(self, self._validator.close)
-            validator = self._validator
-        verdict = validator.check(rule, text)
+        verdict = self._checker().check(rule, text)
         if isinstance(verdict, Valid):
             return
         where = "the answer" if rule.tool is None else f"the arguments for tool {rule.tool!r}"
@@ -78,17 +84,36 @@ class Constraints:
         with self._lock:
             compiler, validator = self._compiler, self._validator
             self._compiler = self._validator = None
+            self._closes += 1
         if compiler is not None:
             compiler.close()
         if validator is not None:
             validator.close()
 
+    def _start(self, closes: int) -> None:
+        with self._lock:
+            compiler = self._made() if self._closes == closes else None
+        if compiler is not None:
+            compiler.start()
+
     def _compilers(self) -> GrammarCompiler:
         with self._lock:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(self._tokenizer, self._columns)
-                weakref.finalize(self, self._compiler.close)
-            return self._compiler
+            return self._made()
+
+    def _made(self) -> GrammarCompiler:
+        """Returns the compiler; to be called under the lock."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._tokenizer, self._columns)
+            weakref.finalize(self, self._compiler.close)
+        return self._compiler
+
+    def _checker(self) -> Validator:
+        with self._lock:
+            if self._validator is None:
+                self._validator = Validator()
+                weakref.finalize(self, self._validator.close)
+                self._validator.start()
+            return self._validator
 
 
 def specification(generate: api.Generate, format: ToolFormat) -> Spec | None:

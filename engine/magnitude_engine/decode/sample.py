@@ -38,6 +38,7 @@ class RowSpec:
         mask: int32 [ceil(vocab / 32)], bit `token % 32` of word `token // 32` set where the grammar allows the
             token; None allows all.
         logprobs: None for none, else how many alternatives.
+        confidence: whether how sure the model is shall be told.
     """
 
     sampling: api.Sampling
@@ -46,6 +47,7 @@ class RowSpec:
     path: Sequence[int]
     mask: torch.Tensor | None
     logprobs: int | None
+    confidence: bool = False
 
 
 class RawLogprobs(NamedTuple):
@@ -61,13 +63,21 @@ class RawLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+class Confidence(NamedTuple):
+    """How sure the model is of a token: entropy in nats, and by how much the likeliest leads, as probability."""
+
+    entropy: float
+    margin: float
+
+
 class Drawn(NamedTuple):
     """One row's result. Where `finite` is False (a NaN or infinite logit, or a mask that allows nothing) `token`
-    is -1 and `logprobs` None."""
+    is -1, and `logprobs` and `confidence` are None."""
 
     token: int
     finite: bool
     logprobs: RawLogprobs | None
+    confidence: Confidence | None = None
 
 
 def check_sampling(sampling: api.Sampling, vocab: int) -> None:
@@ -99,7 +109,12 @@ def draw(logits: torch.Tensor, rows: Sequence[RowSpec]) -> list[Drawn]:
     sampled = dispatch.sample(_adjusted(logits, rows), _params(logits, rows))
     drawn = zip(rows, sampled.ids.tolist(), sampled.finite.tolist(), strict=True)
     return [
-        Drawn(token, finite, raw_logprobs(logits[i], token, row.logprobs) if finite else None)
+        Drawn(
+            token,
+            finite,
+            raw_logprobs(logits[i], token, row.logprobs) if finite else None,
+            confidence(logits[i]) if finite and row.confidence else None,
+        )
         for i, (row, token, finite) in enumerate(drawn)
     ]
 
@@ -117,6 +132,14 @@ def raw_logprobs(row: torch.Tensor, token: int, count: int | None) -> RawLogprob
         chosen = candidates[order]
         top = tuple(zip(chosen.tolist(), (row[chosen] - total).tolist(), strict=True))
     return RawLogprobs(token, float(row[token] - total), top)
+
+
+def confidence(row: torch.Tensor) -> Confidence:
+    """Returns how sure the model is whose logits are `row` [vocab], before anything of `RowSpec` is applied."""
+    logs = row.log_softmax(0)
+    probabilities = logs.exp()
+    first, second = probabilities.topk(2).values.tolist()
+    return Confidence(-torch.dot(probabilities, logs).item(), first - second)
 
 
 def _check(name: str, value: float, least: float, most: float) -> None:

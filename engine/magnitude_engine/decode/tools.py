@@ -131,6 +131,11 @@ class ToolCallParser:
         """Whether a call was recognised and is complete."""
         return self._complete > 0
 
+    @property
+    def inside(self) -> bool:
+        """Whether what may be a call has begun and not ended."""
+        return self._block is not None
+
     def push(self, text: str) -> tuple[str, tuple[api.ToolCallDelta, ...]]:
         """Takes more text; returns what of it is certainly plain, and the calls that it completed or went on with."""
         return self._read(text, final=False)

@@ -1,160 +1,71 @@
-"""How many drafted tokens a step verifies: as many as make it give the most tokens per second.
+"""Who drafts for a step, and how much of it is verified: whatever makes the step give the most tokens per second.
 
 A step of `base` rows that gives `sequences` tokens takes `cost(base)` seconds. Every drafted token adds a row, and is
 accepted with the probability that its proposer states:
 
     tokens per second with k drafted tokens = (sequences + p₁ + … + p_k) / cost(base + k)
 
-The likeliest tokens come first; a token's probability includes those of all before it in its draft, so that no order
-can break a draft. Zero is always a choice. Two guards keep a promise that does not hold from costing anything: stated
-probabilities are corrected by what was accepted, and where steps with drafts give less than steps without would have,
-drafting stops. Either way it is tried again after a pause that doubles, so that what has become true is noticed.
+The likeliest tokens come first; a token's probability includes those of all above it in its draft, so that any number
+of the likeliest is a tree. Zero is always a choice.
+
+A proposer that computes (a draft model, a part of the model itself) drafts token by token, for all sequences at once,
+as long as one more pass is worth its cost: before the first by what is known without computing anything (`need.py`),
+later by what it thinks of its own tokens. What others proposed already is worth nothing a second time.
+
+Each proposer has an account that stops it where it does not pay (`guard.py`).
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from magnitude_engine.draft.costs import StepCosts
+from magnitude_engine.draft.guard import GRANT, MOST, Guard
+from magnitude_engine.draft.need import Need, Signs
+from magnitude_engine.draft.tree import DraftTree
 
 WORTH = 1.03
-LEAST_RATIO = 0.99
-SMOOTHING = 0.1
-ENOUGH = 24
-FIRST_PAUSE = 32
-LONGEST_PAUSE = 2048
-# Tokens that are verified to see whether promises hold again.
-TRIAL = 2
+# A pass that drafts must promise more: what is expected of it is known less well.
+PASS_WORTH = 1.1
+# Tokens that a proposer which computes may draft in a row.
+LONGEST_CHAIN = 8
+# A draft model must first compute the context, which is paid back over many steps.
+MODEL_GRANT, MODEL_MOST = 64.0, 256.0
+# How sure a guess must be in steps that do not depend on time.
+LIKELY = 0.5
+# Small drafts take in less likely tokens, too, which is where they fork.
+SMALL, POSSIBLE = 8, 0.15
 
 
-class StepCosts:
-    """Seconds of a step by its number of rows: measured at start, then followed as they drift."""
+class Stage(NamedTuple):
+    """A step whose drafts are being made.
 
-    def __init__(self, measured: Mapping[int, float]) -> None:
-        """`measured` has the seconds of at least two numbers of rows, the first of them 1."""
-        self._rows = sorted(measured)
-        self._seconds = [measured[rows] for rows in self._rows]
-        # More rows never take less: what is measured otherwise is noise.
-        for at in range(1, len(self._seconds)):
-            self._seconds[at] = max(self._seconds[at], self._seconds[at - 1])
-        self._drift = 1.0
+    Attributes:
+        base: its rows without drafts, and `sequences` how many tokens it gives at least.
+        drafted: tokens that were proposed for it so far.
+    """
 
-    def of(self, rows: int) -> float:
-        """Returns the seconds of a step, between and beyond what was measured along straight lines."""
-        at = min(max(bisect_left(self._rows, rows), 1), len(self._rows) - 1)
-        left, right = self._rows[at - 1], self._rows[at]
-        slope = (self._seconds[at] - self._seconds[at - 1]) / (right - left)
-        return self._drift * (self._seconds[at - 1] + slope * (rows - left))
-
-    def note(self, rows: int, seconds: float) -> None:
-        """Takes in a step: all costs drift with it (longer contexts, other load), the nearest measured one most."""
-        ratio = min(2.0, max(0.5, seconds / self.of(rows)))
-        self._drift *= ratio**SMOOTHING
-        nearest = min(range(len(self._rows)), key=lambda at: abs(self._rows[at] - rows))
-        self._seconds[nearest] *= ratio ** (SMOOTHING / 2)
+    base: int
+    sequences: int
+    drafted: int = 0
 
 
-@dataclass(slots=True)
-class _Rate:
-    """Tokens that were promised and that came, fading."""
+class Share(NamedTuple):
+    """What one proposer had in a step.
 
-    promised: float = 1.0
-    came: float = 1.0
+    Attributes:
+        drafted: its tokens that were verified.
+        promised: sum of the probabilities that it stated for them, `accepted` of which were right.
+        seconds: that it took to draft.
+    """
 
-    @property
-    def correction(self) -> float:
-        return min(1.25, self.came / self.promised)
-
-    def note(self, promised: float, came: int) -> None:
-        self.promised += promised
-        self.came += came
-        if self.promised > ENOUGH:
-            self.promised *= 0.75
-            self.came *= 0.75
-
-
-class Controller:
-    """Decides for each step; owned by the engine's thread."""
-
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
-        self._rate = _Rate()
-        self._gain = 1.0
-        self._seen = 0
-        self._paused = 0
-        self._pause = FIRST_PAUSE
-        self._held = 0
-        self._trying = False
-
-    def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
-        """Returns how many tokens of each draft are verified.
-
-        Args:
-            drafts: for each sequence that gives a token in this step, the probabilities of its drafted tokens, each
-                with all before it; they never rise.
-            base: rows of the step without drafts.
-        """
-        chosen = [0] * len(drafts)
-        self._trying = False
-        if self._paused > 0:
-            self._paused -= 1
-            return chosen
-        ranked = sorted(((p, at) for at, draft in enumerate(drafts) for p in draft), key=lambda each: -each[0])
-        stated = [p for p, _ in ranked]
-        correction = self._rate.correction
-        best = self._best([p * correction for p in stated], len(drafts), base)
-        if not best and correction < 1:
-            best = self._trial(self._best(stated, len(drafts), base))
-        for _, at in ranked[:best]:
-            chosen[at] += 1
-        return chosen
-
-    def observe(self, outcome: Outcome) -> None:
-        """Takes in what a step gave."""
-        self.costs.note(outcome.rows + outcome.drafted, outcome.seconds)
-        if not outcome.drafted:
-            return
-        if self._trying:
-            self._judge(outcome)
-            return
-        self._rate.note(outcome.promised, outcome.accepted)
-        plain = outcome.sequences / self.costs.of(outcome.rows)
-        rate = (outcome.sequences + outcome.accepted) / outcome.seconds
-        self._gain += SMOOTHING * (min(rate / plain, 4.0) - self._gain)
-        self._seen += 1
-        if self._gain < LEAST_RATIO and self._seen >= 8:
-            self._paused, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
-            self._gain, self._seen = 1.0, 0
-        elif self._seen % ENOUGH == 0:
-            self._pause = max(FIRST_PAUSE, self._pause // 2)
-
-    def _best(self, probabilities: Sequence[float], sequences: int, base: int) -> int:
-        """Returns how many of the likeliest tokens give the most per second; 0 where it is not worth the change."""
-        best, best_rate = 0, WORTH * sequences / self.costs.of(base)
-        expected = float(sequences)
-        for count, probability in enumerate(probabilities, 1):
-            expected += probability
-            rate = expected / self.costs.of(base + count)
-            if rate > best_rate:
-                best, best_rate = count, rate
-        return best
-
-    def _trial(self, stated: int) -> int:
-        """Returns how many tokens are tried, where `stated` of them would be if promises held: mostly none."""
-        self._held += stated > 0
-        if self._held < self._pause:
-            return 0
-        self._held = 0
-        self._trying = True
-        return min(stated, TRIAL)
-
-    def _judge(self, outcome: Outcome) -> None:
-        """Begins anew after a trial that kept its promise, and waits longer for the next after one that did not."""
-        if 2 * outcome.accepted >= outcome.promised:
-            self._rate, self._pause = _Rate(), FIRST_PAUSE
-        else:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+    proposer: str
+    drafted: int
+    promised: float
+    accepted: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,28 +75,206 @@ class Outcome:
     Attributes:
         rows: without drafts, `drafted` more with them.
         sequences: that gave a token at least.
-        promised: sum of the probabilities that were stated for the drafted tokens, `accepted` of which were right.
+        seconds: of the pass that verifies.
+        shares: by proposer; a token that two proposed is in both.
     """
 
     rows: int
     sequences: int
     seconds: float
     drafted: int = 0
-    promised: float = 0.0
-    accepted: int = 0
+    shares: tuple[Share, ...] = ()
 
 
-class FixedDepth:
-    """Verifies every token that is likelier than not, whatever it costs: for runs that must not depend on time."""
+class Rule(Protocol):
+    """Decides for each step."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def asks(self, proposer: str) -> bool:
+        """Returns whether the proposer is asked in this step."""
+
+    def offer(self, proposer: str, tree: DraftTree) -> DraftTree:
+        """Returns a proposer's draft with the probabilities that it deserves."""
+
+    def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
+        """Returns how many tokens of each draft are verified.
+
+        Args:
+            drafts: for each sequence that gives a token in this step, the probabilities of its drafted tokens, each
+                with all above it, the likeliest first.
+            base: rows of the step without drafts.
+        """
+
+    def chance(self, proposer: str, signs: Signs) -> float:
+        """Returns how likely a proposer that computes guesses the next token."""
+
+    def worth(self, proposer: str, stated: float, sampled: bool) -> float:
+        """Returns how likely its guess is right to which it gives the probability `stated`."""
+
+    def affords(self, proposer: str, rows: int) -> bool:
+        """Returns whether it may compute so many rows that draft nothing yet."""
+
+    def goes_on(self, proposer: str, depth: int, gains: Sequence[float], stage: Stage) -> bool:
+        """Returns whether it computes one more token for each sequence in `gains`.
+
+        Args:
+            depth: tokens that it has drafted in this step for each of them.
+            gains: how likely each such token is accepted and was not proposed by others.
+        """
+
+    def passed(self, proposer: str, rows: int, seconds: float) -> None:
+        """Takes in what a pass of a proposer that computes took."""
+
+    def learn(self, proposer: str, signs: Signs | None, stated: float, sampled: bool, right: bool) -> None:
+        """Takes in whether a guess was right that followed right ones only; `signs` those of a first guess."""
+
+    def observe(self, outcome: Outcome) -> None:
+        """Takes in what a step gave."""
+
+
+class Controller:
+    """Decides by measured costs; owned by the engine's thread.
+
+    Args:
+        costs: of the model's passes.
+        passes: of the passes of each proposer that computes.
+    """
+
+    def __init__(self, costs: StepCosts, passes: Mapping[str, StepCosts] | None = None) -> None:
+        self.costs = costs
+        self.passes = dict(passes or {})
+        self._need = Need()
+        self._guards: dict[str, Guard] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        for guard in self._guards.values():
+            guard.begin()
+
+    def asks(self, proposer: str) -> bool:
+        """Returns whether it has credit."""
+        return self._guard(proposer).affords(0.0)
+
+    def offer(self, proposer: str, tree: DraftTree) -> DraftTree:
+        """Returns the draft as its guard offers it."""
+        return self._guard(proposer).offer(tree)
 
     def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
         """Returns how many tokens of each draft are verified."""
-        return [sum(1 for p in draft if p >= 0.5) for draft in drafts]
+        ranked = sorted(((p, at) for at, draft in enumerate(drafts) for p in draft), key=lambda each: -each[0])
+        best, best_rate = 0, WORTH * len(drafts) / self.costs.of(base)
+        expected = float(len(drafts))
+        for count, (probability, _) in enumerate(ranked, 1):
+            expected += probability
+            rate = expected / self.costs.of(base + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        chosen = [0] * len(drafts)
+        for _, at in ranked[:best]:
+            chosen[at] += 1
+        return chosen
+
+    def chance(self, proposer: str, signs: Signs) -> float:
+        """Returns what the table says."""
+        return self._need.chance(proposer, signs)
+
+    def worth(self, proposer: str, stated: float, sampled: bool) -> float:
+        """Returns what the table says."""
+        return self._need.worth(proposer, stated, sampled)
+
+    def affords(self, proposer: str, rows: int) -> bool:
+        """Returns whether its credit is enough for so many rows."""
+        return self._guard(proposer).affords(self.passes[proposer].of(rows) / self.costs.of(1))
+
+    def goes_on(self, proposer: str, depth: int, gains: Sequence[float], stage: Stage) -> bool:
+        """Returns whether a pass is worth it, or is due as a trial."""
+        if depth >= LONGEST_CHAIN or not gains:
+            return False
+        rows = stage.base + stage.drafted
+        token = self.costs.of(stage.base) / stage.sequences
+        price = self.passes[proposer].of(len(gains)) + self.costs.of(rows + len(gains)) - self.costs.of(rows)
+        guard = self._guard(proposer)
+        if PASS_WORTH * price >= token * len(gains) or not guard.affords(price / self.costs.of(1)):
+            return False
+        return sum(gains) * token > PASS_WORTH * price or (depth == 0 and guard.trial_due())
+
+    def passed(self, proposer: str, rows: int, seconds: float) -> None:
+        """Follows the cost of its passes."""
+        self.passes[proposer].note(rows, seconds)
+
+    def learn(self, proposer: str, signs: Signs | None, stated: float, sampled: bool, right: bool) -> None:
+        """Fills the tables."""
+        self._need.learn_worth(proposer, stated, sampled, right)
+        if signs is not None:
+            self._need.learn(proposer, signs, right)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Takes in costs, and settles the accounts."""
+        self.costs.note(outcome.rows + outcome.drafted, outcome.seconds)
+        plain = self.costs.of(outcome.rows)
+        extra = self.costs.of(outcome.rows + outcome.drafted) - plain
+        for share in outcome.shares:
+            spent = share.seconds + (extra * share.drafted / outcome.drafted if outcome.drafted else 0.0)
+            balance = share.accepted / outcome.sequences - spent / plain
+            self._guard(share.proposer).settle(share.promised, share.accepted, balance)
+
+    def _guard(self, proposer: str) -> Guard:
+        guard = self._guards.get(proposer)
+        if guard is None:
+            credit = (MODEL_GRANT, MODEL_MOST) if proposer == "model" else (GRANT, MOST)
+            guard = self._guards[proposer] = Guard(*credit)
+        return guard
+
+
+class FixedRule:
+    """Verifies every token that is likelier than not, and of small drafts more: for runs that must not depend on time.
+
+    Args:
+        depths: how many tokens each proposer that computes drafts where others know nothing likely; what it drafts is
+            verified.
+    """
+
+    def __init__(self, depths: Mapping[str, int] | None = None) -> None:
+        self._depths = dict(depths or {"model": 4})
+
+    def begin(self) -> None:
+        """Nothing is kept."""
+
+    def asks(self, proposer: str) -> bool:
+        """Returns True."""
+        return True
+
+    def offer(self, proposer: str, tree: DraftTree) -> DraftTree:
+        """Returns the draft as it is."""
+        return tree
+
+    def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
+        """Returns how many tokens are likelier than not, or are among the first few and possible."""
+        return [sum(1 for at, p in enumerate(draft) if p >= (POSSIBLE if at < SMALL else LIKELY)) for draft in drafts]
+
+    def chance(self, proposer: str, signs: Signs) -> float:
+        """Returns 1: a guess is all but certain, so that those of a whole chain are verified."""
+        return 1.0
+
+    def worth(self, proposer: str, stated: float, sampled: bool) -> float:
+        """Returns 1, as `chance` does."""
+        return 1.0
+
+    def affords(self, proposer: str, rows: int) -> bool:
+        """Returns whether it drafts at all."""
+        return self._depths.get(proposer, 0) > 0
+
+    def goes_on(self, proposer: str, depth: int, gains: Sequence[float], stage: Stage) -> bool:
+        """Returns whether its depth is not reached and anybody gains."""
+        return depth < self._depths.get(proposer, 0) and any(gain > LIKELY for gain in gains)
+
+    def passed(self, proposer: str, rows: int, seconds: float) -> None:
+        """Learns nothing."""
+
+    def learn(self, proposer: str, signs: Signs | None, stated: float, sampled: bool, right: bool) -> None:
+        """Learns nothing."""
 
     def observe(self, outcome: Outcome) -> None:
         """Learns nothing."""
-
-
-def is_sane(measured: Mapping[int, float]) -> bool:
-    """Returns whether measured costs can be used."""
-    return len(measured) > 1 and 1 in measured and all(math.isfinite(s) and s > 0 for s in measured.values())

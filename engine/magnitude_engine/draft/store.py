@@ -62,17 +62,20 @@ class RunStore:
         """Returns where a tenant's runs lie."""
         return self._folder / f"{self._identity(tenant)[:16].hex()}.runs"
 
-    def load(self, tenant: str) -> RunCorpus:
-        """Returns the tenant's corpus; an empty one where there is no file, or none that may be used."""
+    def runs(self, tenant: str) -> list[array[int]]:
+        """Returns the tenant's runs, the least recently used first; none where there is no file that may be used."""
         path = self.path(tenant)
         try:
-            runs = decode(self._identity(tenant), path.read_bytes())
+            return decode(self._identity(tenant), path.read_bytes())
         except FileNotFoundError:
-            runs = []
+            return []
         except (OSError, RunsRejected) as problem:
             worker_log.warning("past runs: %s is not used: %s", path, problem)
-            runs = []
-        return RunCorpus(self._limits, runs)
+            return []
+
+    def load(self, tenant: str) -> RunCorpus:
+        """Returns the tenant's corpus; an empty one where there is no file, or none that may be used."""
+        return RunCorpus(self._limits, self.runs(tenant))
 
     def save(self, tenant: str, corpus: RunCorpus) -> None:
         """Writes the tenant's corpus in place of what was there.

@@ -95,6 +95,14 @@ class DraftTree:
         ranked = sorted(range(len(self.tokens)), key=lambda at: (-self.scores[at], at))
         return self.kept(sorted(ranked[: max(budget, 0)]))
 
+    def scaled(self, factor: float) -> DraftTree:
+        """Returns the tree with all scores times `factor`, 1 at most."""
+        return DraftTree(self.tokens, self.parents, tuple(min(score * factor, 1.0) for score in self.scores))
+
+    def within(self, depth: int) -> DraftTree:
+        """Returns the nodes that are not deeper than `depth`."""
+        return self.kept([node for node, each in enumerate(self.depths) if each <= depth])
+
     def kept(self, nodes: Sequence[int]) -> DraftTree:
         """Returns the tree of these nodes alone; `nodes` rise and hold the parent of each (else KeyError)."""
         place = {-1: -1} | {node: at for at, node in enumerate(nodes)}
@@ -121,3 +129,15 @@ def merge(first: DraftTree, second: DraftTree) -> DraftTree:
     return DraftTree(
         tuple(path[-1] for path in order), tuple(place[path[:-1]] for path in order), tuple(nodes[p] for p in order)
     )
+
+
+def common(whole: DraftTree, part: DraftTree) -> dict[int, int]:
+    """Returns the nodes of `whole` whose paths `part` has too, each with its node there."""
+    places = {(parent, token): at for at, (parent, token) in enumerate(zip(part.parents, part.tokens, strict=True))}
+    found = {-1: -1}
+    for node, (parent, token) in enumerate(zip(whole.parents, whole.tokens, strict=True)):
+        there = places.get((found[parent], token)) if parent in found else None
+        if there is not None:
+            found[node] = there
+    del found[-1]
+    return found

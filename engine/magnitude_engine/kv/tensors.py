@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,13 @@ from magnitude_engine.kv.blocks import BlockName
 from magnitude_engine.kv.pool import CacheOp, Fill, PageOp, Payload, Spill
 from magnitude_kernels import dispatch
 from magnitude_kernels.kv_copy.reference import ZEROS, PageMove, PageTensors
+
+
+class SlotMove(NamedTuple):
+    """What slot `source` (page * PAGE_TOKENS + offset) holds is to stand in slot `target`."""
+
+    source: int
+    target: int
 
 
 def apply_ops(
@@ -42,6 +50,13 @@ def write_page(pages: torch.Tensor, page: int, payload: Payload) -> None:
     target = pages[:, page]
     # Torch warns of memory that it could write to by mistake; it is only read here.
     target.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(pages.dtype).view(target.shape))
+
+
+def move_slots(pages: torch.Tensor, moves: Sequence[SlotMove]) -> None:
+    """Carries out moves of single tokens' keys and values, in order, within `pages`, [2 * layers, pages, ...]."""
+    slots = pages.flatten(1, 2)
+    for source, target in moves:
+        slots[:, target].copy_(slots[:, source])
 
 
 def _move(op: PageOp) -> PageMove:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from magnitude_engine.config import PAGE_TOKENS
-from magnitude_engine.model.attention import AttentionPlan
+from magnitude_engine.model.attention import AttentionPlan, above
 from magnitude_engine.model.batch import SequenceRows, StepBatch
 from magnitude_engine.model.cascade import Arrangement, Rules, arrange, runs
 
@@ -178,9 +178,11 @@ class FusedAttention:
         lengths = {last - first for first, last in spans}
         if count == 1 and len(lengths) == 1:
             return Call(rows, len(members), count, source, None)
-        own = batch.positions[rows].view(len(members), count)
-        seen = own - torch.tensor([first for first, _ in spans])[:, None]
-        hidden = torch.arange(source.tokens) > seen[..., None]
+        own = torch.tensor([last - first - count for first, last in spans])[:, None] + torch.arange(count)
+        hidden = torch.arange(source.tokens) > own[..., None]
+        for unseen, (first, last), each in zip(hidden, spans, sequences, strict=True):
+            if nodes := len(each.parents):
+                unseen[-nodes:, last - first - nodes : last - first] = torch.from_numpy(~above(each.parents))
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         if count > 1:
             mask = mask.repeat_interleave(self.group, 1)

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from magnitude_engine import api
@@ -29,13 +30,14 @@ MIB = 1024 * 1024
 
 
 class LoadedModel(NamedTuple):
-    """A model ready to serve."""
+    """A model ready to serve, and the draft model beside it, where one is named."""
 
     runner: Runner
     tokenizer: Tokenizer
     prompts: PromptEncoder
     card: api.ModelCard
     constraints: Constraints
+    draft: Runner | None = None
 
     def close(self) -> None:
         """Ends the processes that serve it."""
@@ -66,8 +68,16 @@ def load_model(config: EngineConfig, progress: Callable[[float], None] | None = 
         torch.set_num_threads(config.threads)
     profile, device = _placement(config.profile)
     source = _open(Path(config.model_path))
-    context = _context(config, source.checkpoint.config)
-    return assemble(config, source, Placement(profile, device, context), progress or (lambda fraction: None))
+    place = Placement(profile, device, _context(config, source.checkpoint.config))
+    tell = progress or (lambda fraction: None)
+    if config.draft_model_path is None or not config.drafts:
+        return assemble(config, source, place, tell)
+    path = Path(config.draft_model_path)
+    draft = _open(path)
+    check_vocabulary(config, source.tokenizer, draft.tokenizer)
+    model = assemble(config, source, place, tell)
+    card = msgspec.structs.replace(model.card, draft=path.name if path.is_dir() else path.stem)
+    return model._replace(draft=_draft_runner(config, draft, place), card=card)
 
 
 class Placement(NamedTuple):
@@ -105,6 +115,32 @@ def assemble(config: EngineConfig, source: Source, place: Placement, progress: C
     prompts = PromptEncoder(source.tokenizer, template)
     constraints = Constraints(source.tokenizer, c.vocab, prompts.tool_format)
     return LoadedModel(runner, source.tokenizer, prompts, card, constraints)
+
+
+def check_vocabulary(config: EngineConfig, model: Tokenizer, draft: Tokenizer) -> None:
+    """Raises ConfigError unless both models mean the same by every token id."""
+    if model.fingerprint == draft.fingerprint:
+        return
+    alike = model.vocab_size == draft.vocab_size and model.special_ids == draft.special_ids
+    if alike and all(model.token_bytes(token) == draft.token_bytes(token) for token in range(model.vocab_size)):
+        return
+    raise ConfigError(
+        f"the draft model {config.draft_model_path} has another vocabulary ({draft.vocab_size} tokens) than the model "
+        f"{config.model_path} ({model.vocab_size} tokens): take a draft model of the same family, or leave it out",
+        param="draft_model_path",
+    )
+
+
+def _draft_runner(config: EngineConfig, source: Source, place: Placement) -> Runner:
+    """Builds the draft model; it serves no more positions than it was made for."""
+    c = source.checkpoint.config
+    mine = place._replace(context=min(place.context, c.context))
+    whole = msgspec.structs.replace(config, kv_memory_mb=config.kv_memory_mb + config.draft_kv_mb)
+    spare = _check_memory(whole, c, mine)
+    decoder = build_decoder(source.checkpoint, mine.profile, mine.context, mine.device, spare // 2, lambda share: None)
+    runner = build_runner(decoder, mine.profile, mine.context, mine.device, config.max_batch_size)
+    worker_log.info("draft model %s: %s", config.draft_model_path, runner.lanes)
+    return runner
 
 
 def parameter_count(config: LlamaConfig) -> int:

@@ -1,6 +1,7 @@
 """Draws one token per row in plain torch: the definition of the operation, and its path on CPU.
 
-For a row of logits l, after the bitmask has set forbidden tokens to -inf:
+For a row of logits l, after the bitmask has set forbidden tokens to -inf (in passing: the logits themselves are left
+as they are, since log-probabilities are reported of what the model said):
 
     temperature 0    the token with the largest l, the lowest id among equals
     otherwise        w = exp((l - max l) / temperature), and of w are kept
@@ -87,7 +88,8 @@ class _Candidates(NamedTuple):
 
 
 def sample(logits: torch.Tensor, params: SampleParams) -> Sampled:
-    """Draws a token for each row of `logits` (float32 [rows, vocab])."""
+    """Draws a token for each row of `logits` (float32 [rows, vocab]); raises ValueError for a mask of other sizes."""
+    check_mask(logits, params.mask)
     cuts = [
         _Cut(*values)
         for values in zip(
@@ -108,6 +110,18 @@ def allowed(mask: torch.Tensor, vocab: int) -> torch.Tensor:
     """Returns a bitmask (int32 [words]) as bool [vocab]."""
     shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
     return ((mask.unsqueeze(1) >> shifts) & 1).to(torch.bool).flatten()[:vocab]
+
+
+def check_mask(logits: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Raises ValueError for a mask that does not have one bit per token of each row, packed without gaps."""
+    if mask is None:
+        return
+    wanted = (logits.shape[0], (logits.shape[1] + 31) // 32)
+    if tuple(mask.shape) != wanted or mask.dtype != torch.int32 or not mask.is_contiguous():
+        raise ValueError(
+            f"logits {tuple(logits.shape)} need a contiguous mask of int32 {wanted}, one bit per token, "
+            f"not {mask.dtype} {tuple(mask.shape)} with strides {mask.stride()}"
+        )
 
 
 def _row(row: torch.Tensor, cut: _Cut, mask: torch.Tensor | None) -> int:

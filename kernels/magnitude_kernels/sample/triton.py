@@ -28,6 +28,7 @@ from magnitude_kernels.sample.reference import (
     NO_TOKEN,
     Sampled,
     SampleParams,
+    check_mask,
 )
 
 MAX_BLOCK = 4096
@@ -59,6 +60,7 @@ def launch(logits: torch.Tensor, params: SampleParams, ids: torch.Tensor, finite
             f"sample needs float32 rows without gaps, not {logits.dtype} with a step of {logits.stride(1)}: "
             "pass logits.float().contiguous()"
         )
+    check_mask(logits, params.mask)
     vocab = logits.shape[1]
     sample_kernel[(logits.shape[0],)](
         logits,

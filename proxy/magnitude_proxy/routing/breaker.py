@@ -43,7 +43,7 @@ class Breaker:
 
     def held_s(self) -> float:
         """Seconds until the route wants to be asked again; 0 when it may be asked now."""
-        return max(0.0, self._held_until - self._clock())
+        return max(0.0, self._held_until - self._clock()) if self._held_until else 0.0
 
     def hold(self, seconds: float) -> None:
         """The route asked for a pause of `seconds` (its Retry-After)."""

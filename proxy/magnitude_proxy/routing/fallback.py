@@ -32,11 +32,12 @@ from magnitude_proxy.telemetry import (
 )
 
 RESTART_POLL_S = 0.05
+_NOT_TAKEN = Taken("")
 
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """One request on its way: what was tried and what the client has."""
+    """One request on its way: what was tried and what the client has; `first` labels the route it begins with."""
 
     step: Step
     ticket: Ticket
@@ -45,6 +46,7 @@ class _Call:
     attempts: int = 0
     restarts: int = 0
     route: str | None = None
+    first: Taken = _NOT_TAKEN
 
     def failed(self, code: str, message: str) -> api.Failed:
         """Returns a retryable failure of this request."""
@@ -221,10 +223,14 @@ class Dispatcher:
 
     async def _first(self, call: _Call) -> Take | Fail:
         """Returns how the request begins; where only the worker could answer and it is starting, after a wait."""
-        action = policy.first_action(call.step, self.snapshot(call.step))
-        if not isinstance(action, Wait):
-            return action
-        return await self._restarted(call, policy.nothing_left(call.step, self.snapshot(call.step)))
+        snapshot = self.snapshot(call.step)
+        action = policy.first_action(call.step, snapshot)
+        if isinstance(action, Wait):
+            action = await self._restarted(call, policy.nothing_left(call.step, snapshot))
+            snapshot = self.snapshot(call.step)
+        if isinstance(action, Take):
+            call.first = policy.first_taken(call.step, snapshot, action.route)
+        return action
 
     async def _after(self, call: _Call, failure: api.Failed) -> Take | Fail:
         """Returns how the request goes on after `failure` of its present route."""
@@ -263,8 +269,7 @@ class Dispatcher:
         if call.route == action.route:
             return None
         if call.route is None:
-            taken = policy.first_taken(call.step, self.snapshot(call.step), action.route)
-            source = "preferred"
+            taken, source = call.first, "preferred"
         else:
             label = LOCAL if action.route == LOCAL else f"fallback:{action.route}"
             taken = Taken(label, call.tried[-1].code)

@@ -197,7 +197,7 @@ def first_taken(step: Step, snapshot: Snapshot, route: str) -> Taken:
 
 def blames_route(failure: api.Failed) -> bool:
     """True when `failure` should count against its route's breaker: it could not answer a fair request."""
-    if failure.code in REFUSALS or failure.code == "overloaded":
+    if failure.code in REFUSALS or failure.code in ("overloaded", "answer_invalid"):
         return False
     status = upstream_status(failure.code)
     if status is not None:

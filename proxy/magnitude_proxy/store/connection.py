@@ -1,22 +1,23 @@
 """One pipelined connection to Valkey or Redis that no request can corrupt and no request waits for.
 
-Requests put commands into a queue; one task writes whatever waits in it and reads the replies in order:
+    request ─┐            ┌─► written, with what waited for it ─► replies settled in order
+    request ─┼─► pipe ────┤
+    request ─┘            └─► on any failure: drop the connection, answer all "down", knock again
 
-    request ─┐                          ┌─► batch written ─► replies read, one per command, in order
-    request ─┼─► queue ─► pump (a task) ┤
-    request ─┘                          └─► on any failure: drop the connection, answer all "down", knock again
-
-Only the pump touches the socket, so that a cancelled request leaves its reply to the pump, which drops it: no reply
-can reach another request (the class of CVE-2023-28858). While the store is down `call` fails at once; a knock loads
-the function library again, which a restarted or replaced server may not have.
+redis-py connects, authenticates and prepares; then the pipe takes over the transport, since a command through
+redis-py's own streams costs several times as much. Only the pipe reads the socket, and it settles replies in the order
+of the commands, so that a cancelled request leaves its reply to the pipe, which drops it: no reply can reach another
+request (the class of CVE-2023-28858). While the store is down `call` fails at once; a knock loads the function library
+again, which a restarted or replaced server may not have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import hiredis
@@ -27,32 +28,19 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from magnitude_engine.errors import ConfigError
+from magnitude_proxy.store.pipe import Pipe, StoreDown, settle
 from magnitude_proxy.telemetry import store_log
+
+__all__ = ["KNOCK_S", "STEADY_S", "Command", "StoreConnection", "StoreDown", "next_pause"]
 
 CONNECT_S = 1.0
 KNOCK_S = 1.0
-EXCHANGE_S = 1.0
 MAX_WAITING = 10_000
-MAX_BATCH = 256
 STEADY_S = 10.0
 LATE_S = 0.002
 MIN_EXTRA_S = 0.01
 
-Command = tuple[str | int | float, ...]
-
-
-class StoreDown(Exception):
-    """The store did not answer, or not with what was asked; the caller goes on without it."""
-
-
-class _Pending(NamedTuple):
-    """A packed command and where its reply goes: a value, or the exception that says why there is none.
-
-    The exception is a result, not raised into the future: nobody retrieves it when the request was cancelled.
-    """
-
-    packed: bytes
-    reply: asyncio.Future[object]
+Command = tuple[str | int | float | bytes, ...]
 
 
 class StoreConnection:
@@ -75,8 +63,7 @@ class StoreConnection:
         self._timeout_s = timeout_s
         self._library = library
         self._knock_s = knock_s
-        self._queue: deque[_Pending] = deque()
-        self._wake = asyncio.Event()
+        self._pipe: Pipe | None = None
         self._tried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._up = False
@@ -94,51 +81,84 @@ class StoreConnection:
         await self._tried.wait()
 
     async def close(self) -> None:
-        """Drops the connection; waiting calls get StoreDown."""
+        """Drops the connection once what is under way is answered, or `timeout_s` has passed."""
+        if self._pipe is not None:
+            await self._pipe.idle(self._timeout_s)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         self._up = False
         self.problem = f"the connection to {self._address} is closed"
-        self._refuse_waiting(self.problem)
 
-    async def call(self, *command: str | int | float) -> object:
+    async def call(self, *command: str | int | float | bytes) -> object:
         """Returns the reply to one command.
 
         Raises:
             StoreDown: no reply within `timeout_s`, an error reply, or the store is known to be down (at once).
         """
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        value = await self._answer(self._push(command), deadline)
+        value = await self._timed(self._push(command), deadline)
         if self._library is not None and _lacks_function(value):
             self._push(("FUNCTION", "LOAD", "REPLACE", self._library))
-            value = await self._answer(self._push(command), deadline)
+            value = await self._timed(self._push(command), deadline)
+        return self._checked(value)
+
+    def later(self, done: Callable[[object], None], *command: str | int | float | bytes) -> None:
+        """Takes a command and returns; `done` gets the reply, or StoreDown when there is none (see `call`).
+
+        A later `call` is answered after it, since the store takes the commands of one connection in order.
+
+        Raises:
+            StoreDown: the store is known to be down; `done` is not called.
+        """
+
+        def settled(reply: asyncio.Future[object]) -> None:
+            try:
+                done(self._checked(reply.result()))
+            except StoreDown as error:
+                done(error)
+
+        def first(reply: asyncio.Future[object]) -> None:
+            if self._library is None or not _lacks_function(reply.result()):
+                settled(reply)
+                return
+            try:
+                self._push(("FUNCTION", "LOAD", "REPLACE", self._library))
+                self._timed(self._push(command), deadline).add_done_callback(settled)
+            except StoreDown as error:
+                done(error)
+
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        self._timed(self._push(command, urgent=False), deadline).add_done_callback(first)
+
+    def tell(self, *command: str | int | float | bytes) -> None:
+        """Sends a command whose reply nobody needs, or drops it while the store is down."""
+        with contextlib.suppress(StoreDown):
+            self._push(command, urgent=False)
+
+    def _push(self, command: Command, *, urgent: bool = True) -> asyncio.Future[object]:
+        """Sends a command (see `Pipe.send`); raises StoreDown when the store is down or hopelessly behind."""
+        if not self._up or self._pipe is None:
+            raise StoreDown(self.problem)
+        if self._pipe.waiting >= MAX_WAITING:
+            raise StoreDown(f"{self._address} has {MAX_WAITING} commands waiting")
+        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # stub says 1-tuple
+        return self._pipe.send(packed, urgent=urgent)
+
+    def _timed(self, reply: asyncio.Future[object], deadline: float) -> asyncio.Future[object]:
+        """Returns `reply`; a deadline that passes without it takes the store down."""
+        timer = asyncio.get_running_loop().call_at(deadline, self._overdue, reply, deadline)
+        reply.add_done_callback(lambda _: timer.cancel())
+        return reply
+
+    def _checked(self, value: object) -> object:
+        """Returns a reply that is one; raises StoreDown for all others."""
         if isinstance(value, ResponseError):
             self._down(f"{self._address} refused a command: {_reason(value)}")
         if isinstance(value, Exception):
             raise StoreDown(str(value)) from value
         return value
-
-    def _push(self, command: Command) -> asyncio.Future[object]:
-        """Puts a command into the queue; raises StoreDown when the store is down or hopelessly behind."""
-        if not self._up:
-            raise StoreDown(self.problem)
-        if len(self._queue) >= MAX_WAITING:
-            raise StoreDown(f"{self._address} has {MAX_WAITING} commands waiting")
-        reply: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Pending(hiredis.pack_command(command), reply))  # type: ignore[arg-type]  # stub says 1-tuple
-        self._wake.set()
-        return reply
-
-    async def _answer(self, reply: asyncio.Future[object], deadline: float) -> object:
-        """Returns what the pump put into `reply`; a deadline that passes takes the store down."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_at(deadline, self._overdue, reply, deadline)
-        try:
-            return await reply
-        finally:
-            timer.cancel()
 
     def _overdue(self, reply: asyncio.Future[object], due: float, *, patient: bool = True) -> None:
         """Takes the store down for a reply that is not there at `due`.
@@ -156,23 +176,19 @@ class StoreConnection:
             return
         problem = f"{self._address} did not answer within {self._timeout_s:g} s"
         self._down(problem)
-        reply.set_result(StoreDown(problem))
+        settle(reply, StoreDown(problem))
 
     def _down(self, problem: str) -> None:
-        """Stops sending; the pump drops the connection as soon as its present exchange ends."""
+        """Drops the connection and answers all that wait."""
         if self._up:
             store_log.warning("session store lost: %s", problem)
         self._up = False
         self.problem = problem
-        self._wake.set()
-        self._refuse_waiting(problem)
-
-    def _refuse_waiting(self, problem: str) -> None:
-        while self._queue:
-            _settle(self._queue.popleft(), StoreDown(problem))
+        if self._pipe is not None:
+            self._pipe.drop(problem)
 
     async def _keep_connected(self) -> None:
-        """Connects, pumps until the connection is lost, knocks again; ends only by cancellation."""
+        """Connects, waits until the connection is lost, knocks again; ends only by cancellation."""
         loop = asyncio.get_running_loop()
         pause = 0.0
         while True:
@@ -180,19 +196,20 @@ class StoreConnection:
             connection = _connection(self._url)
             try:
                 await self._prepare(connection)
+                self._pipe = Pipe(_transport(connection), self._address)
                 self._up = True
                 self.problem = None
                 self._tried.set()
                 store_log.info("session store connected: %s", self._address)
-                while self._up:
-                    await self._wake.wait()
-                    self._wake.clear()
-                    while self._up and self._queue:
-                        await self._exchange(connection)
+                await self._pipe.lost.wait()
+                self._down(f"{self._address}: {self._pipe.reason}")
             except (RedisError, hiredis.HiredisError, OSError) as error:
                 self._down(f"{self._address}: {_reason(error)}")
             finally:
                 self._tried.set()
+                if self._pipe is not None:
+                    self._pipe.drop(f"the connection to {self._address} is closed")
+                    self._pipe = None
                 await connection.disconnect(nowait=True)
             pause = next_pause(pause, loop.time() - began, self._knock_s)
             await asyncio.sleep(pause)
@@ -209,20 +226,6 @@ class StoreConnection:
             await connection.send_command("PING")
             await connection.read_response()
 
-    async def _exchange(self, connection: AbstractConnection) -> None:
-        """Sends what waits and settles each reply; raises what redis-py or hiredis do when the connection broke."""
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
-        answered = 0
-        try:
-            async with asyncio.timeout(EXCHANGE_S):
-                await connection.send_packed_command([p.packed for p in batch], check_health=False)
-                for pending in batch:
-                    _settle(pending, await _read(connection))
-                    answered += 1
-        finally:
-            for pending in batch[answered:]:
-                _settle(pending, StoreDown(f"the connection to {self._address} broke"))
-
 
 def next_pause(last_s: float, lasted_s: float, most_s: float) -> float:
     """Returns how long to leave a lost store alone: briefly for a hiccup, `most_s` when it keeps failing.
@@ -236,18 +239,12 @@ def next_pause(last_s: float, lasted_s: float, most_s: float) -> float:
     return min(last_s * 2, most_s)
 
 
-async def _read(connection: AbstractConnection) -> object:
-    """Returns the next reply; an error reply is a value, since the connection is in order after it."""
-    try:
-        reply: object = await connection.read_response()
-    except ResponseError as error:
-        return error
-    return reply
-
-
-def _settle(pending: _Pending, value: object) -> None:
-    if not pending.reply.done():
-        pending.reply.set_result(value)
+def _transport(connection: AbstractConnection) -> asyncio.Transport:
+    """Returns the transport of a connection that redis-py has prepared, which it shows to nobody."""
+    writer = connection._writer
+    if writer is None:
+        raise OSError("the connection was closed while it was prepared")
+    return cast(asyncio.Transport, writer.transport)
 
 
 def _connection(url: str) -> AbstractConnection:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import cast, get_args
 
+import msgspec
+
 from magnitude_proxy.store.connection import Command, StoreDown
+from magnitude_proxy.store.credit import Fate, Feedback, Outcome, SessionView, StepNote, note, ordered
 from magnitude_proxy.store.memory import Opened
-from magnitude_proxy.store.record import SessionRecord, State, StepOutcome, state_after
+from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcome, state_after
 
 LIBRARY = files("magnitude_proxy.store").joinpath("sessions.lua").read_text("utf-8")
 
 REASON_CHARS = 64
+_FIELDS = (
+    *("epoch", "steps", "prompt_tokens", "completion_tokens", "cached_tokens", "failures", "state", "route"),
+    *("finish_reason", "created", "seen", "tenant", "source", "raw"),
+)
 
 
 def session_key(session: str) -> str:
@@ -19,9 +26,10 @@ def session_key(session: str) -> str:
     return f"magnitude:{{{session}}}"
 
 
-def open_call(session: str, branch: str, nonce: str, now: float, ttl_s: float) -> Command:
+def open_call(session: str, branch: str, owner: Owner, nonce: str, now: float, ttl_s: float) -> Command:
     """Returns the command that opens a lease; see `parse_opened`."""
-    return ("FCALL", "magnitude_session_open_1", 1, session_key(session), branch, nonce, now, _ms(ttl_s))
+    arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw)
+    return ("FCALL", "magnitude_session_open_2", 1, session_key(session), *arguments)
 
 
 def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now: float, ttl_s: float) -> Command:
@@ -29,14 +37,15 @@ def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now
     counts = (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens, int(not outcome.ok))
     # The reason may be an upstream's own word: bounded, and free of surrogates, which cannot be sent.
     reason = outcome.finish_reason[:REASON_CHARS].encode("ascii", "backslashreplace").decode("ascii")
-    words = (state_after(outcome), outcome.route, reason)
-    name = "magnitude_session_commit_1"
+    kept = note(branch, outcome, now)
+    words = (state_after(outcome), outcome.route, reason, "" if kept is None else _json(kept))
+    name = "magnitude_session_commit_2"
     return ("FCALL", name, 1, session_key(session), branch, token, now, _ms(ttl_s), *counts, *words)
 
 
 def get_call(session: str) -> Command:
     """Returns the command that reads a record; see `parse_record`."""
-    return ("FCALL_RO", "magnitude_session_get_1", 1, session_key(session))
+    return ("FCALL_RO", "magnitude_session_get_2", 1, session_key(session))
 
 
 def parse_opened(session: str, reply: object) -> Opened:
@@ -51,14 +60,15 @@ def parse_opened(session: str, reply: object) -> Opened:
 
 def parse_record(session: str, reply: object) -> SessionRecord | None:
     """Returns the record in a list of its fields, None for an absent session; raises StoreDown for anything else."""
-    if not isinstance(reply, list) or len(reply) != 11:
+    if not isinstance(reply, list) or len(reply) != len(_FIELDS):
         raise StoreDown(f"the store answered {type(reply).__name__} instead of a session record")
     if reply[0] is None:
         return None
     try:
         epoch, steps, prompt, completion, cached, failures = (int(v or 0) for v in reply[:6])
         state, route, reason = ((v or b"").decode() for v in reply[6:9])
-        created, seen = (float(v or 0) for v in reply[9:])
+        created, seen = (float(v or 0) for v in reply[9:11])
+        tenant, source, raw = ((v or b"").decode() for v in reply[11:])
     except (ValueError, AttributeError) as error:
         raise StoreDown(f"the store holds a broken record of session {session}") from error
     if state not in get_args(State):
@@ -76,7 +86,73 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         finish_reason=reason,
         created_s=created,
         seen_s=seen,
+        tenant=tenant,
+        source=source,
+        raw=raw,
     )
+
+
+def view_call(session: str) -> Command:
+    """Returns the command that reads all of a session; see `parse_view`."""
+    return ("HGETALL", session_key(session))
+
+
+def parse_view(session: str, reply: object) -> SessionView | None:
+    """Returns all that is known of a session, None for an absent one; raises StoreDown for anything else."""
+    if not isinstance(reply, list) or len(reply) % 2:
+        raise StoreDown(f"the store answered {type(reply).__name__} instead of a session")
+    found: dict[str, bytes] = {name.decode(): value for name, value in zip(reply[::2], reply[1::2], strict=True)}
+    record = parse_record(session, [found.get(name) for name in _FIELDS])
+    if record is None:
+        return None
+    try:
+        said = [value.split(b"|", 2)[2] for name, value in found.items() if name.startswith("said:")]
+        return SessionView(
+            record=record,
+            steps={n: msgspec.json.decode(value, type=StepNote) for n, value in _numbered(found, "step:")},
+            dead={n: value.decode() for n, value in _numbered(found, "dead:")},
+            feedback=ordered([msgspec.json.decode(each, type=Feedback) for each in said]),
+        )
+    except (ValueError, IndexError, msgspec.MsgspecError) as error:
+        raise StoreDown(f"the store holds broken notes of session {session}") from error
+
+
+def feedback_call(session: str, tenant: str, feedback: Feedback) -> Command:
+    """Returns the command that keeps feedback; see `parse_fate`."""
+    words = (tenant, feedback.id(), feedback.at_s, _json(feedback))
+    return ("FCALL", "magnitude_session_feedback_2", 1, session_key(session), *words)
+
+
+def parse_fate(reply: object) -> Fate:
+    """Returns what became of feedback; raises StoreDown for anything else."""
+    match reply:
+        case [(b"unknown" | b"known" | b"pending" | b"old" | b"added") as word, int() as steps]:
+            return Fate(cast(Outcome, word.decode()), steps)
+    raise StoreDown(f"the store answered {type(reply).__name__} instead of what became of feedback")
+
+
+def settle_call(session: str, feedback: Feedback) -> Command:
+    """Returns the command that notes that feedback stands in the stream."""
+    return ("FCALL", "magnitude_session_settle_2", 1, session_key(session), feedback.id())
+
+
+def fail_call(session: str, tenant: str, step: int | None, reason: str) -> Command:
+    """Returns the command that marks a step as dead; its reply is the step, -1 or -2 (see `Notes.fail`)."""
+    words = (tenant, "" if step is None else step, reason)
+    return ("FCALL", "magnitude_session_fail_2", 1, session_key(session), *words)
+
+
+def finish_call(session: str, tenant: str) -> Command:
+    """Returns the command that forgets a session; its reply is 1 where it was there."""
+    return ("FCALL", "magnitude_session_finish_2", 1, session_key(session), tenant)
+
+
+def _numbered(found: dict[str, bytes], prefix: str) -> list[tuple[int, bytes]]:
+    return sorted((int(name.removeprefix(prefix)), found[name]) for name in found if name.startswith(prefix))
+
+
+def _json(value: StepNote | Feedback) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _ms(seconds: float) -> int:

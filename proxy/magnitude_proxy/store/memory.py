@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from magnitude_proxy.store.record import SessionRecord, StepOutcome, after
+from magnitude_proxy.store.credit import KEPT, Fate, Feedback, SessionView, StepNote, note, ordered
+from magnitude_proxy.store.record import Owner, SessionRecord, StepOutcome, after
 
 MAX_SESSIONS = 10_000
 MAX_LEASES = 1024
+NO_SESSION = -1
+NO_STEP = -2
 
 
 class Opened(NamedTuple):
@@ -23,10 +26,13 @@ class Opened(NamedTuple):
 
 @dataclass(slots=True)
 class _Entry:
-    """A session and the token of the last lease of each branch that has not committed."""
+    """A session, the token of the last lease of each branch that has not committed, and notes (see `SessionView`)."""
 
     record: SessionRecord
     tokens: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    steps: dict[int, StepNote] = field(default_factory=dict)
+    dead: dict[int, str] = field(default_factory=dict)
+    said: dict[str, Feedback] = field(default_factory=dict)
 
 
 class MemoryStore:
@@ -36,12 +42,13 @@ class MemoryStore:
         self._limit = limit
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    def open(self, session: str, branch: str, nonce: str, now: float) -> Opened:
+    def open(self, session: str, branch: str, owner: Owner, nonce: str, now: float) -> Opened:
         """Gives the lease of `branch`; the branch's lease before it can no longer commit."""
         entry = self._entries.get(session)
         if entry is None:
-            entry = _Entry(SessionRecord(session=session, created_s=now))
-        record = msgspec.structs.replace(entry.record, epoch=entry.record.epoch + 1, state="thinking", seen_s=now)
+            entry = _Entry(SessionRecord(session=session, created_s=now, source=owner.source, raw=owner.raw))
+        epoch = entry.record.epoch + 1
+        record = msgspec.structs.replace(entry.record, epoch=epoch, state="thinking", seen_s=now, tenant=owner.tenant)
         entry.record = record
         token = f"memory.{nonce}.{record.epoch}"
         entry.tokens[branch] = token
@@ -57,13 +64,68 @@ class MemoryStore:
         if entry is None or entry.tokens.get(branch) != token:
             return False
         del entry.tokens[branch]
+        step = entry.record.steps
         entry.record = after(entry.record, outcome, now)
+        for notes in (entry.steps, entry.dead):
+            notes.pop(step - KEPT, None)
+        kept = note(branch, outcome, now)
+        if kept is not None:
+            entry.steps[step] = kept
         return True
 
     def get(self, session: str) -> SessionRecord | None:
         """Returns the record, None when it is not known."""
         entry = self._entries.get(session)
         return None if entry is None else entry.record
+
+    def view(self, session: str) -> SessionView | None:
+        """Returns all that is known of a session, None when it is not known."""
+        entry = self._entries.get(session)
+        if entry is None:
+            return None
+        feedback = ordered(list(entry.said.values()))
+        return SessionView(record=entry.record, steps=dict(entry.steps), dead=dict(entry.dead), feedback=feedback)
+
+    def of(self, tenant: str) -> list[SessionRecord]:
+        """Returns the sessions of a tenant, those opened last first."""
+        return [entry.record for entry in reversed(self._entries.values()) if entry.record.tenant == tenant]
+
+    def feedback(self, session: str, tenant: str, feedback: Feedback) -> Fate:
+        """Keeps feedback of a session; there is no stream in memory, so that nothing is ever pending."""
+        entry = self._owned(session, tenant)
+        if entry is None:
+            return Fate("unknown", 0)
+        name, steps = feedback.id(), entry.record.steps
+        if name in entry.said:
+            return Fate("known", steps)
+        if len(entry.said) >= KEPT:
+            earliest = ordered(list(entry.said.values()))[0]
+            if (feedback.at_s, name) < (earliest.at_s, earliest.id()):
+                return Fate("old", steps)
+            del entry.said[earliest.id()]
+        entry.said[name] = feedback
+        return Fate("added", steps)
+
+    def fail(self, session: str, tenant: str, step: int | None, reason: str) -> int:
+        """Marks a step, the last one where it is None, as dead; returns it, NO_SESSION or NO_STEP."""
+        entry = self._owned(session, tenant)
+        if entry is None:
+            return NO_SESSION
+        steps = entry.record.steps
+        step = steps - 1 if step is None else step
+        if not max(0, steps - KEPT) <= step < steps:
+            return NO_STEP
+        entry.dead[step] = reason
+        entry.record = msgspec.structs.replace(entry.record, state="failed")
+        return step
+
+    def finish(self, session: str, tenant: str) -> bool:
+        """Forgets a session; False when the tenant has none of this id."""
+        return self._owned(session, tenant) is not None and self._entries.pop(session, None) is not None
+
+    def _owned(self, session: str, tenant: str) -> _Entry | None:
+        entry = self._entries.get(session)
+        return entry if entry is not None and entry.record.tenant == tenant else None
 
     def remember(self, record: SessionRecord) -> None:
         """Notes what the real store said, so that the session goes on from there when the store is lost."""

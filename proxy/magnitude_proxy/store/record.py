@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 State = Literal["thinking", "waiting_on_tool", "idle", "failed"]
+
+
+class Owner(NamedTuple):
+    """Whose a session is: see the fields of these names in `SessionRecord`."""
+
+    tenant: str = ""
+    source: str = ""
+    raw: str = ""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +28,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         route: label of the route that answered last; empty before the first commit.
         finish_reason: of the last step; empty before the first commit.
         created_s, seen_s: Unix time of the first and the last open or commit.
+    tenant: a name for the tenant that tells nothing of its salt (see `identity.tenant_name`).
+    source, raw: what the session was recognised by, and the client's own id (see `Identity`).
     """
 
     session: str
@@ -34,6 +44,9 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str = ""
     created_s: float = 0.0
     seen_s: float = 0.0
+    tenant: str = ""
+    source: str = ""
+    raw: str = ""
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +56,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
         route: label of the route that answered, as in the `x-magnitude-route` header.
         tool_call: the answer calls a tool, so that the session now waits for it.
         ok: the client got a complete answer.
+        tracked: the step is kept, so that feedback can be credited to it.
     """
 
     route: str
@@ -52,6 +66,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     tool_call: bool
     ok: bool
+    tracked: bool = False
 
 
 def state_after(outcome: StepOutcome) -> State:

@@ -1,16 +1,22 @@
-#!lua name=magnitude_sessions_1
+#!lua name=magnitude_sessions_2
 -- The session functions. Each touches one key, the hash of one session, so that a cluster can place it anywhere:
 --
 --   record fields    epoch steps prompt_tokens completion_tokens cached_tokens failures state route finish_reason
---                    created seen
+--                    created seen tenant source raw
 --   lease:<branch>   token of the branch's last lease, until it commits
+--   step:<n>         what is kept of step n for later feedback, where the client asked for that
+--   dead:<n>         why step n came to nothing, where the agent said so
+--   said:<id>        feedback: 1 once it stands in the tenant's stream, else 0; Unix time; the rest as JSON
+--
+-- Of steps and feedback the last KEPT are kept. Functions that take a tenant treat another tenant's session as none.
 --
 -- A token is <run id>.<nonce>.<epoch>. The run id names this server process and the nonce is never reused: neither a
 -- flushed store nor a replica that was promoted without the last writes can hold, or give out again, an old token.
 
 local FIELDS = {'epoch', 'steps', 'prompt_tokens', 'completion_tokens', 'cached_tokens', 'failures', 'state', 'route',
-                'finish_reason', 'created', 'seen'}
+                'finish_reason', 'created', 'seen', 'tenant', 'source', 'raw'}
 local MAX_LEASES = 512
+local KEPT = 64
 
 local run_id = nil
 
@@ -32,15 +38,16 @@ local function sweep(key, epoch)
   end
 end
 
--- KEYS: session. ARGV: branch, nonce, Unix time, milliseconds to live. Returns the token, then the record's FIELDS.
+-- KEYS: session. ARGV: branch, nonce, Unix time, milliseconds to live, tenant, source, raw id. Returns the token, then
+-- the record's FIELDS.
 local function open(keys, args)
   local key = keys[1]
   local epoch = redis.call('HINCRBY', key, 'epoch', 1)
   local token = server() .. '.' .. args[2] .. '.' .. epoch
   if epoch == 1 then
-    redis.call('HSET', key, 'created', args[3])
+    redis.call('HSET', key, 'created', args[3], 'source', args[6], 'raw', args[7])
   end
-  redis.call('HSET', key, 'state', 'thinking', 'seen', args[3], 'lease:' .. args[1], token)
+  redis.call('HSET', key, 'state', 'thinking', 'seen', args[3], 'tenant', args[5], 'lease:' .. args[1], token)
   if epoch % MAX_LEASES == 0 then
     sweep(key, epoch)
   end
@@ -49,7 +56,7 @@ local function open(keys, args)
 end
 
 -- KEYS: session. ARGV: branch, token, Unix time, milliseconds to live, prompt, completion and cached tokens, failures,
--- state, route, finish reason. Returns 1 when the step was added, 0 when the token is not the branch's lease.
+-- state, route, finish reason, what to keep of the step. Returns 1 when the step was added, 0 when the token is not the branch's lease.
 local function commit(keys, args)
   local key = keys[1]
   local lease = 'lease:' .. args[1]
@@ -57,7 +64,11 @@ local function commit(keys, args)
     return 0
   end
   redis.call('HDEL', key, lease)
-  redis.call('HINCRBY', key, 'steps', 1)
+  local step = redis.call('HINCRBY', key, 'steps', 1) - 1
+  redis.call('HDEL', key, 'step:' .. (step - KEPT), 'dead:' .. (step - KEPT))
+  if args[12] ~= '' then
+    redis.call('HSET', key, 'step:' .. step, args[12])
+  end
   redis.call('HINCRBY', key, 'prompt_tokens', args[5])
   redis.call('HINCRBY', key, 'completion_tokens', args[6])
   redis.call('HINCRBY', key, 'cached_tokens', args[7])
@@ -72,6 +83,88 @@ local function get(keys, args)
   return redis.call('HMGET', keys[1], unpack(FIELDS))
 end
 
-redis.register_function('magnitude_session_open_1', open)
-redis.register_function('magnitude_session_commit_1', commit)
-redis.register_function{function_name = 'magnitude_session_get_1', callback = get, flags = {'no-writes'}}
+local function owned(key, tenant)
+  return redis.call('HGET', key, 'tenant') == tenant
+end
+
+-- Returns how many feedbacks a session holds, and the field and time of the earliest.
+local function feedbacks(key)
+  local count, field, at = 0, nil, nil
+  local all = redis.call('HGETALL', key)
+  for i = 1, #all, 2 do
+    if string.sub(all[i], 1, 5) == 'said:' then
+      local when = tonumber(string.match(all[i + 1], '^%d|([^|]+)|'))
+      count = count + 1
+      if not at or when < at or (when == at and all[i] < field) then
+        field, at = all[i], when
+      end
+    end
+  end
+  return count, field, at
+end
+
+-- KEYS: session. ARGV: tenant, id of the feedback, its Unix time, the rest. Returns what became of it and the steps:
+-- `unknown` (no such session), `known`, `pending` (kept, perhaps not in the stream), `old` (KEPT later ones are kept)
+-- or `added`.
+local function feedback(keys, args)
+  local key, field, at = keys[1], 'said:' .. args[2], tonumber(args[3])
+  if not owned(key, args[1]) then
+    return {'unknown', 0}
+  end
+  local steps = tonumber(redis.call('HGET', key, 'steps') or 0)
+  local held = redis.call('HGET', key, field)
+  if held then
+    return {string.sub(held, 1, 1) == '1' and 'known' or 'pending', steps}
+  end
+  local count, earliest, since = feedbacks(key)
+  if count >= KEPT then
+    if at < since or (at == since and field < earliest) then
+      return {'old', steps}
+    end
+    redis.call('HDEL', key, earliest)
+  end
+  redis.call('HSET', key, field, '0|' .. args[3] .. '|' .. args[4])
+  return {'added', steps}
+end
+
+-- KEYS: session. ARGV: id of a feedback that now stands in the stream.
+local function settle(keys, args)
+  local field = 'said:' .. args[1]
+  local held = redis.call('HGET', keys[1], field)
+  if held then
+    redis.call('HSET', keys[1], field, '1' .. string.sub(held, 2))
+  end
+  return held and 1 or 0
+end
+
+-- KEYS: session. ARGV: tenant, step or '' for the last, reason. Returns the step, -1 without such a session, -2 where
+-- it is none of the last KEPT steps.
+local function fail(keys, args)
+  local key = keys[1]
+  if not owned(key, args[1]) then
+    return -1
+  end
+  local steps = tonumber(redis.call('HGET', key, 'steps') or 0)
+  local step = args[2] == '' and steps - 1 or tonumber(args[2])
+  if step < 0 or step >= steps or step < steps - KEPT then
+    return -2
+  end
+  redis.call('HSET', key, 'dead:' .. step, args[3], 'state', 'failed')
+  return step
+end
+
+-- KEYS: session. ARGV: tenant. Returns 1 when the session was there; it no longer is, and no lease of it can commit.
+local function finish(keys, args)
+  if not owned(keys[1], args[1]) then
+    return 0
+  end
+  return redis.call('DEL', keys[1])
+end
+
+redis.register_function('magnitude_session_open_2', open)
+redis.register_function('magnitude_session_commit_2', commit)
+redis.register_function{function_name = 'magnitude_session_get_2', callback = get, flags = {'no-writes'}}
+redis.register_function('magnitude_session_feedback_2', feedback)
+redis.register_function('magnitude_session_settle_2', settle)
+redis.register_function('magnitude_session_fail_2', fail)
+redis.register_function('magnitude_session_finish_2', finish)

@@ -132,26 +132,24 @@ class Upstream:
 
     async def answer(self, step: Step, attempt: int) -> AsyncGenerator[api.AnswerEvent, None]:
         """Yields the server's answer to `step`, ending with Completed or Failed; see `Route.answer`."""
+        response: aiohttp.ClientResponse | None = None
         try:
-            async with aclosing(self._exchange(step)) as events:
-                async for event in events:
-                    yield event
-        except Trouble as trouble:
-            yield trouble.failed(step.request)
-
-    async def _exchange(self, step: Step) -> AsyncGenerator[api.AnswerEvent, None]:
-        deadline = self._clock() + self._config.first_token_s
-        response = await self._open(step, deadline)
-        try:
+            deadline = self._clock() + self._config.first_token_s
+            response = await self._open(step, deadline)
             yield api.Started(request=step.request.request, epoch=step.request.epoch)
             # Servers that cannot stream, or that report an error, answer a streaming request with plain JSON.
-            whole = not step.stream or response.content_type == "application/json"
-            read = self._whole if whole else self._stream
-            async with aclosing(read(response, step, deadline)) as events:
-                async for event in events:
+            if not step.stream or response.content_type == "application/json":
+                for event in await self._whole(response, step, deadline):
                     yield event
+            else:
+                async with aclosing(self._stream(response, step, deadline)) as events:
+                    async for event in events:
+                        yield event
+        except Trouble as trouble:
+            yield trouble.failed(step.request)
         finally:
-            response.close()
+            if response is not None:
+                response.close()
 
     async def _open(self, step: Step, deadline: float) -> aiohttp.ClientResponse:
         """Sends the request; returns the response once its status is 200."""
@@ -237,19 +235,16 @@ class Upstream:
                 tally.note(event)
                 yield event
 
-    async def _whole(
-        self, response: aiohttp.ClientResponse, step: Step, deadline: float
-    ) -> AsyncGenerator[api.AnswerEvent, None]:
+    async def _whole(self, response: aiohttp.ClientResponse, step: Step, deadline: float) -> list[api.AnswerEvent]:
+        """Returns the events of an answer that came as one body."""
         body = await self._read_all(response, ANSWER_LIMIT, deadline)
         tally = Tally(step.request)
-        events = list(self._chunk(body, step, tally)) if body else []
+        events: list[api.AnswerEvent] = list(self._chunk(body, step, tally)) if body else []
         if not events:
             raise Trouble("upstream_empty", f"upstream {self.name} answered 200 without an answer")
         if not tally.complete():
             raise Trouble("upstream_stream_broken", f"upstream {self.name} sent an incomplete answer")
-        for event in events:
-            yield event
-        yield tally.completed()
+        return [*events, tally.completed()]
 
     def _decode(self, data: bytes) -> WireAnswer:
         try:
@@ -268,13 +263,18 @@ class Upstream:
         words = str(error) if isinstance(error, msgspec.ValidationError) else "not valid JSON"
         return Trouble("upstream_stream_broken", f"upstream {self.name} sent a piece that cannot be read: {words}")
 
-    async def _read(self, response: aiohttp.ClientResponse, deadline: float, content: bool) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, deadline: float, begun: bool) -> bytes:
         """Returns the next bytes, none at the end."""
+        content = response.content
         try:
+            # What has arrived is taken without arming a timer for it.
+            piece = content.read_nowait()
+            if piece or content.at_eof():
+                return piece
             async with asyncio.timeout(deadline - self._clock()):
-                return await response.content.readany()
+                return await content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise connection_trouble(self.name, error, self._limit_words(content), begun=True) from error
+            raise connection_trouble(self.name, error, self._limit_words(begun), begun=True) from error
 
     async def _read_all(self, response: aiohttp.ClientResponse, limit: int, deadline: float) -> bytes:
         pieces: list[bytes] = []

@@ -24,6 +24,8 @@ class TokenDetails(msgspec.Struct, frozen=True):
 
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class WireUsage(msgspec.Struct, frozen=True):
@@ -162,6 +164,8 @@ def neutral_usage(usage: WireUsage | None) -> api.Usage:
         completion_tokens=usage.completion_tokens or 0,
         cached_tokens=prompt.cached_tokens or 0,
         reasoning_tokens=completion.reasoning_tokens or 0,
+        accepted_prediction_tokens=completion.accepted_prediction_tokens,
+        rejected_prediction_tokens=completion.rejected_prediction_tokens,
     )
 
 

@@ -5,10 +5,14 @@ Raises `BadRequest` with the JSON path of what is wrong.
 
 from __future__ import annotations
 
+import re
+
 from magnitude_engine import api
 from magnitude_proxy.errors import BadRequest
-from magnitude_proxy.wire.requests import ChatRequest, ContentPart, WireMessage, WireTool
+from magnitude_proxy.wire.requests import ChatRequest, ContentPart, Prediction, WireMessage, WireTool
 
+# OpenAI's own bound: what passes here is taken by every route.
+_TOOL_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 _PARTS = ("text", "refusal", "image_url", "input_audio", "file")
 
 
@@ -94,6 +98,12 @@ def read_tools(given: list[WireTool]) -> tuple[api.Tool, ...]:
             if tool.type == "function":
                 raise BadRequest(f"tools[{index}].function is missing", param=f"tools[{index}].function")
             continue
+        if _TOOL_NAME.fullmatch(function.name) is None:
+            raise BadRequest(
+                f"tools[{index}].function.name {function.name[:80]!r} must be 1 to 64 letters (a-z, A-Z), digits, "
+                "underscores or hyphens; rename the tool",
+                param=f"tools[{index}].function.name",
+            )
         if function.name in tools:
             raise BadRequest(
                 f"tools[{index}].function.name {function.name!r} is used twice; names must differ",
@@ -103,6 +113,17 @@ def read_tools(given: list[WireTool]) -> tuple[api.Tool, ...]:
             name=function.name, description=function.description or "", parameters=function.parameters or {}
         )
     return tuple(tools.values())
+
+
+def read_prediction(given: Prediction) -> str:
+    """Returns the text that the client expects the answer to follow."""
+    if isinstance(given.content, str):
+        return given.content
+    for index, part in enumerate(given.content):
+        if part.type != "text" or part.text is None:
+            place = f"prediction.content[{index}]"
+            raise BadRequest(f"{place} must be a text part: type text with a text", param=place)
+    return "".join(part.text or "" for part in given.content)
 
 
 def read_choice(asked: ChatRequest, tools: tuple[api.Tool, ...]) -> api.ToolChoice:

@@ -17,7 +17,7 @@ from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.identity import IdentityHints
 from magnitude_proxy.routing.route import Kind
-from magnitude_proxy.wire.conversation import read_choice, read_messages, read_tools
+from magnitude_proxy.wire.conversation import read_choice, read_messages, read_prediction, read_tools
 from magnitude_proxy.wire.form import read_format
 from magnitude_proxy.wire.requests import (
     MAX_PROMPTS,
@@ -44,6 +44,7 @@ class Asked:
         generate: the worker's request, still without ids and tenant.
         include_usage: the client wants a usage chunk at the end of its stream.
         predicted: the client sent `prediction`, so that usage must account for it.
+        tracked: the client may tell later how the step went (`magnitude.track_feedback`).
         refusal: why the worker cannot serve this, when it cannot.
     """
 
@@ -56,6 +57,7 @@ class Asked:
     hints: IdentityHints
     include_usage: bool = False
     predicted: bool = False
+    tracked: bool = False
     refusal: api.Failed | None = None
     ignored: tuple[str, ...] = ()
 
@@ -66,7 +68,11 @@ def read_chat(raw: bytes, seed: int) -> Asked:
     Raises:
         BadRequest: names the field.
     """
-    body = decode_json(raw)
+    return chat_asked(decode_json(raw), seed)
+
+
+def chat_asked(body: dict[str, Any], seed: int) -> Asked:
+    """Returns the checked chat request in `body`, which is kept; see `read_chat`."""
     asked = convert(body, ChatRequest)
     _check_stream(asked)
     if asked.top_logprobs is not None and not asked.logprobs:
@@ -76,6 +82,8 @@ def read_chat(raw: bytes, seed: int) -> Asked:
     given = api.ChatInput(messages=messages, tools=tools, tool_choice=read_choice(asked, tools))
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     generate = _generate(asked, asked.max_completion_tokens or asked.max_tokens, logprobs, seed)
+    if asked.prediction is not None:
+        generate = msgspec.structs.replace(generate, prediction=read_prediction(asked.prediction))
     return Asked(
         kind="chat",
         body=_without_own_fields(body),
@@ -86,6 +94,7 @@ def read_chat(raw: bytes, seed: int) -> Asked:
         hints=_hints(asked, given),
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         predicted=asked.prediction is not None,
+        tracked=_tracked(asked),
         refusal=_refusal(_chat_refusals(asked)),
         ignored=ignored_fields(body, ChatRequest),
     )
@@ -113,6 +122,7 @@ def read_completion(raw: bytes, seed: int) -> Asked:
         generate=msgspec.structs.replace(generate, echo=bool(asked.echo)),
         hints=_hints(asked, None, text),
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        tracked=_tracked(asked),
         refusal=_refusal(_completion_refusals(asked)),
         ignored=ignored_fields(body, CompletionRequest),
     )
@@ -200,6 +210,10 @@ def _preferences(config: AgentRuntimeConfig | None) -> api.Preferences:
         predictive_caching=config.enable_predictive_caching is not False,
         max_batch_size=config.max_batch_size,
     )
+
+
+def _tracked(asked: Common) -> bool:
+    return asked.magnitude is not None and asked.magnitude.track_feedback
 
 
 def _hints(asked: Common, chat: api.ChatInput | None, text: str | None = None) -> IdentityHints:

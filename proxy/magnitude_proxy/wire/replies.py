@@ -220,8 +220,8 @@ def usage_reply(usage: api.Usage, predicted: bool) -> UsageReply:
     if predicted:
         details = OutputDetails(
             reasoning_tokens=usage.reasoning_tokens,
-            accepted_prediction_tokens=usage.accepted_tokens,
-            rejected_prediction_tokens=max(0, usage.drafted_tokens - usage.accepted_tokens),
+            accepted_prediction_tokens=usage.accepted_prediction_tokens or 0,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens or 0,
         )
     return UsageReply(
         prompt_tokens=usage.prompt_tokens,

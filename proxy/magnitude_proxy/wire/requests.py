@@ -24,6 +24,7 @@ MAX_DEPTH = 64
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1_024
 MAX_STOPS = 16
+OPENAI_STOPS = 4
 MAX_PROMPTS = 128
 INT64 = 2**63
 
@@ -80,7 +81,7 @@ class WireMessage(Wire, frozen=True, kw_only=True):
 class FunctionDefinition(Wire, frozen=True, kw_only=True):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -107,6 +108,13 @@ class SchemaFormat(Wire, frozen=True, kw_only=True):
     description: str | None = None
     schema: Any = None
     strict: bool | None = None
+
+
+class Prediction(Wire, frozen=True, kw_only=True):
+    """What the client expects the answer to be, in large part."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
 
 
 class ResponseFormat(Wire, frozen=True, kw_only=True):
@@ -154,7 +162,7 @@ class Common(Wire, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Seed | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=OPENAI_STOPS)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -181,7 +189,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     max_completion_tokens: TokenLimit | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -202,12 +210,18 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     logprobs: TopCount | None = None
 
 
-RequestType = TypeVar("RequestType", ChatRequest, CompletionRequest)
-_FIELDS = {kind: frozenset(kind.__struct_fields__) for kind in (ChatRequest, CompletionRequest, MagnitudeOptions)}
-_KEY_END = re.compile(rb'(?<!\\)"\s*:')
+RequestType = TypeVar("RequestType", bound=Wire)
+_FIELDS: dict[type[Wire], frozenset[str]] = {
+    kind: frozenset(kind.__struct_fields__) for kind in (ChatRequest, CompletionRequest, MagnitudeOptions)
+}
+# A quote that is not escaped before a colon. The quote stands first, so that the search leaps from quote to quote.
+_KEY_END = re.compile(rb'"(?<!\\")\s*:')
+# A quote after two backslashes may end a key too.
+_UNCLEAR_END = re.compile(rb'\\\\"\s*:')
 _NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?))')
 _ENUMS = {
     "role": ("system", "developer", "user", "assistant", "tool"),
+    "prediction.type": ("content",),
     "response_format.type": ("text", "json_object", "json_schema"),
 }
 _TYPES = {
@@ -243,7 +257,7 @@ def decode_json(raw: bytes) -> dict[str, Any]:
         ) from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, not {_kind(body)}", code="invalid_json")
-    if _count_keys(body) != len(_KEY_END.findall(raw)):
+    if _count_keys(body) != len(_KEY_END.findall(raw)) or _UNCLEAR_END.search(raw):
         _refuse_duplicates(raw)
     return body
 
@@ -331,9 +345,10 @@ def _invalid(problem: str, path: str) -> BadRequest:
     return BadRequest(f"{path or 'the body'} is wrong: {words[:1].lower()}{words[1:]}", param=path or None)
 
 
-def ignored_fields(body: dict[str, Any], kind: type[ChatRequest] | type[CompletionRequest]) -> tuple[str, ...]:
+def ignored_fields(body: dict[str, Any], kind: type[Wire]) -> tuple[str, ...]:
     """Returns the names of top-level and `magnitude` fields that nothing reads, fit for a header."""
-    names = [name for name in body if name not in _FIELDS[kind]]
+    known = _FIELDS.get(kind) or frozenset(kind.__struct_fields__)
+    names = [name for name in body if name not in known]
     options = body.get("magnitude")
     if isinstance(options, dict):
         names += [f"magnitude.{name}" for name in options if name not in _FIELDS[MagnitudeOptions]]

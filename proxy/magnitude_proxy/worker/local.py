@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +29,13 @@ ATTEMPTS = 1000
 WELCOME_S = 10.0
 PROBE_S = 1.0
 INSPECT_S = 10.0
+REGISTER_S = 30.0
+COUNT_S = 10.0
 RECONNECT_FIRST_S = 0.02
 RECONNECT_MOST_S = 1.0
+
+
+Reply = api.Registered | api.Completed | api.Failed
 
 
 class Pulse(NamedTuple):
@@ -78,6 +84,7 @@ class LocalRoute:
         self._coming = coming
         self._clock = clock
         self._inboxes: dict[tuple[str, int], Inbox] = {}
+        self._replies: dict[tuple[str, int], asyncio.Future[Reply]] = {}
         self._report: asyncio.Future[api.CacheReport | None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pid: int | None = None
@@ -143,6 +150,64 @@ class LocalRoute:
         if report is None:
             raise WorkerLost("the local worker was lost before it said what its cache holds; try again")
         return report
+
+    async def count(self, given: api.Input, limit_s: float = COUNT_S) -> api.Completed | api.Failed:
+        """Returns how many tokens a prompt has as its usage, or why the worker does not say so within `limit_s`."""
+        key = (f"count-{uuid.uuid4().hex}", 0)
+        if self._writer is None:
+            return _failed(key, "worker_lost", f"the local worker cannot count: {self.problem}")
+        inbox = self._inboxes[key] = Inbox()
+        try:
+            _send(self._writer, api.encode_frame(api.Count(request=key[0], epoch=key[1], input=given)))
+            async with asyncio.timeout(limit_s):
+                for event in await inbox.take():
+                    if isinstance(event, api.Completed | api.Failed):
+                        return event
+        except TimeoutError:
+            return _failed(key, "deadline_exceeded", f"the local worker did not count the prompt within {limit_s:g} s")
+        finally:
+            del self._inboxes[key]
+        return _failed(key, "worker_lost", "the local worker answered a count with something else")
+
+    async def register(self, register: api.Register, limit_s: float = REGISTER_S) -> api.Registered | api.Failed:
+        """Returns what the worker says of tools registered ahead, or why there is no such word; see `api.Register`."""
+        reply = await self._ask(register, limit_s)
+        if isinstance(reply, api.Completed):
+            return _failed(
+                (register.request, register.epoch), "engine_error", "the worker did not say what it compiled"
+            )
+        return reply
+
+    async def tell(self, *news: api.ToolEvent | api.EndSession) -> bool:
+        """Sends what has no answer, no faster than the worker takes it; False while there is none to take it."""
+        writer = self._writer
+        if writer is None:
+            return False
+        _send(writer, b"".join(map(api.encode_frame, news)))
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        return not writer.is_closing()
+
+    async def _ask(self, command: api.Register, limit_s: float) -> Reply:
+        """Returns the one reply to a command with an id of its own."""
+        key, writer = (command.request, command.epoch), self._writer
+        if writer is None or key in self._replies:
+            reason = self.problem if writer is None else "a question with this id is already under way"
+            return _failed(key, "worker_lost", f"the local worker cannot answer: {reason}")
+        try:
+            frame = api.encode_frame(command)
+        except ValueError as error:
+            return _failed(key, "unsupported_feature", f"this is too large for the local worker: {error}")
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[key] = reply
+        try:
+            _send(writer, frame)
+            async with asyncio.timeout(limit_s):
+                return await reply
+        except TimeoutError:
+            return _failed(key, "deadline_exceeded", f"the local worker did not answer within {limit_s:g} s; try again")
+        finally:
+            del self._replies[key]
 
     async def answer(self, step: Step, attempt: int) -> AsyncGenerator[api.AnswerEvent, None]:
         """Yields the worker's events of `step`; see `Route.answer`."""
@@ -242,12 +307,19 @@ class LocalRoute:
             self.status = event
         elif isinstance(event, api.CacheReport):
             self._reported(event)
-        elif not isinstance(event, api.Welcome):
+        elif isinstance(event, Reply) and (event.request, event.epoch) in self._replies:
+            self._replied(event)
+        elif not isinstance(event, api.Welcome | api.Registered):
             inbox = self._inboxes.get((event.request, event.epoch))
             if inbox is None:
                 self._telemetry.count(FRAMES_FENCED)
             else:
                 inbox.put(event)
+
+    def _replied(self, reply: Reply) -> None:
+        waiting = self._replies[reply.request, reply.epoch]
+        if not waiting.done():
+            waiting.set_result(reply)
 
     def _reported(self, report: api.CacheReport | None) -> None:
         """Gives `report`, None when none will come, to those who wait for one."""
@@ -260,6 +332,8 @@ class LocalRoute:
         self._writer = None
         self.status = None
         self._reported(None)
+        for key in list(self._replies):
+            self._replied(_failed(key, "worker_lost", "the local worker was lost before it answered; try again"))
         for key, inbox in self._inboxes.items():
             inbox.put(_failed(key, "worker_lost", "the local worker was lost while it answered; try again"))
 

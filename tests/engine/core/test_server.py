@@ -68,6 +68,22 @@ async def test_a_refused_request_is_answered_with_its_error(path: Path) -> None:
     assert right.usage.completion_tokens == 12
 
 
+async def test_counts_a_prompt_without_generating(path: Path, model: LoadedModel, engine: Engine) -> None:
+    chat = api.ChatInput(messages=(api.Message(role="user", content="How many tokens?"),))
+    async with WorkerClient(path) as client:
+        client.send(
+            api.Count(request="a", epoch=1, input=chat),
+            api.Count(request="b", epoch=1, input=api.ChatInput(messages=())),
+            api.Count(request="c", epoch=1, input=api.TextInput(text="x" * 1_000_000)),
+        )
+        told = {event.request: event for event in [await client.event() for _ in range(3)]}
+    assert told["a"] == api.Completed(
+        request="a", epoch=1, usage=api.Usage(prompt_tokens=len(model.prompts.encode(chat)))
+    )
+    assert [told[name].code for name in "bc"] == ["invalid_value", "context_length_exceeded"]
+    assert engine.status().counters["prompt_tokens"] == 0
+
+
 async def test_status_is_pushed_and_answers_a_probe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerClient(path) as client:
         first = await client.status()
@@ -184,3 +200,20 @@ def test_a_stale_socket_is_replaced_and_a_bad_place_refused(tmp_path: Path) -> N
     open_socket(stale).close()
     with pytest.raises(ConfigError, match="cannot listen"):
         open_socket(tmp_path / ("x" * 200))
+
+
+async def test_a_registration_is_told_what_is_compiled_and_what_cannot_be(path: Path) -> None:
+    odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    good = (api.Tool(name="a", parameters={"type": "object"}), api.Tool(name="b", parameters=odd))
+    bad = api.Tool(name="c", parameters={"$ref": "https://example.com/s"})
+    async with WorkerClient(path) as client:
+        client.send(api.Register(tenant="t", request="r1", epoch=3, tools=good))
+        told = await client.until(api.Registered)
+        assert isinstance(told, api.Registered)
+        assert (told.request, told.epoch, told.tools[0]) == ("r1", 3, api.RegisteredTool(name="a"))
+        assert "uniqueItems" in told.tools[1].checked[0]
+        client.send(api.Register(tenant="t", request="r2", tools=(*good, bad)))
+        refused = await client.until(api.Failed)
+        assert isinstance(refused, api.Failed)
+        assert (refused.request, refused.param) == ("r2", "tools[2].function.parameters")
+        assert "$ref" in refused.message

@@ -1,17 +1,25 @@
-"""Drafts change when tokens come, never which: every answer is that of an engine without them, event by event."""
+"""Drafts change when tokens come, never which: every answer is that of an engine without them, event by event.
+
+The drafts are trees around the answer, which fork at random places (`testkit/drafting.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from magnitude_engine import api
+from magnitude_engine import api, stepper
+from magnitude_engine.config import EngineConfig, Profile
 from magnitude_engine.engine import Engine
-from magnitude_engine.model.loader import LoadedModel
+from magnitude_engine.model import attention
+from magnitude_engine.model.loader import LoadedModel, load_model
 from testkit.drafting import Oracle, drafted_by
 from testkit.engine import Recorder, alone, engine_config, generate, run, submit
+from testkit.model import smollm2_path
 from testkit.tiered import counter
 
 PAGES = 96
@@ -36,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two tokens": {"max_tokens": 2},
     "many tokens": {"sampling": SEEDED, "max_tokens": 33},
     "echo": {"echo": True, "n": 2, "sampling": SEEDED},
+    "grammar": {"sampling": SEEDED, "format": api.RegexFormat(pattern="([a-h]{3}, so [n-z]){9}"), "max_tokens": 24},
 }
 LONG_CASES = [name for name in CASES if name not in ("one token", "two tokens")]
 
@@ -105,6 +114,31 @@ def test_alone(model: LoadedModel, case: str, errors: float) -> None:
         assert (engine._stepper.steps < asked.max_tokens) or errors != ALWAYS_RIGHT
 
 
+def every_node_sees_all_before_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "above", lambda parents: np.tri(len(parents), dtype=np.bool_))
+
+
+def a_node_sees_itself_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "above", lambda parents: np.eye(len(parents), dtype=np.bool_))
+
+
+def paths_stay_where_they_were_computed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stepper, "move_slots", lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    "fault", [every_node_sees_all_before_it, a_node_sees_itself_alone, paths_stay_where_they_were_computed]
+)
+def test_a_planted_fault_is_caught(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    asked = [generate(f"{i} is computed wrongly", sampling=SEEDED, max_tokens=24) for i in range(3)]
+    engine = drafting(model, asked, ALWAYS_RIGHT, small(model))
+    fault(monkeypatch)
+    answers = run(engine, *asked)
+    assert any(told(answer, 0) != told(alone(model, each), 0) for each, answer in zip(asked, answers, strict=True))
+
+
 @pytest.mark.parametrize("errors", [ALWAYS_RIGHT, OFTEN_RIGHT])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_stop_string_inside_a_draft(model: LoadedModel, sampling: api.Sampling, errors: float) -> None:
@@ -151,6 +185,24 @@ def test_batched_with_other_kinds(model: LoadedModel, errors: float, longest: in
         equal(model, asked, answer)
     counts_fit(answers, errors)
     assert engine.status().pages_free == 192
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("profile", ["reference", "packed"])
+def test_a_real_model(profile: Profile) -> None:
+    """In `reference` nothing changes; in `packed` near ties may, but drafts that are right are nearly all accepted."""
+    model = load_model(EngineConfig(model_path=str(smollm2_path()), profile=profile, kv_memory_mb=64))
+    texts = {"The capital of France is": GREEDY, "def add(a, b):": SEEDED}
+    requests = [generate(text, logprobs=1, max_tokens=18, sampling=sampling) for text, sampling in texts.items()]
+    engine = drafting(model, requests, ALWAYS_RIGHT, small(model))
+    answers = run(engine, *requests)
+    if profile == "reference":
+        for asked, answer in zip(requests, answers, strict=True):
+            equal(model, asked, answer)
+    emitted = sum(a.usage.completion_tokens for a in answers)
+    assert sum(a.usage.accepted_tokens for a in answers) > 0.6 * emitted
+    assert engine.status().pages_free == PAGES
 
 
 @pytest.mark.slow

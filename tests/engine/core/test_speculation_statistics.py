@@ -1,11 +1,12 @@
 """Sampling under drafts has the target's distribution: a G-test on the real engine, over a model that is a chain.
 
 Each next token depends on the last alone, so that the counts of pairs are judged against known probabilities. Drafts
-are the chain's likeliest path and know nothing of the noise. What the test is worth is shown by planted faults.
+are trees of its likeliest paths and know nothing of the noise. What the test is worth is shown by planted faults.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ import torch
 from magnitude_engine import api, step, stepper
 from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.decode.sample import Drawn, RowSpec
+from magnitude_engine.draft.tree import DraftTree, merge
 from magnitude_engine.engine import Engine
+from magnitude_engine.kv.tensors import SlotMove
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.request import Sequence as Choice
 from magnitude_engine.step import Verified
-from testkit.drafting import drafted_by, markov
+from testkit.drafting import chain, drafted_by, markov
 from testkit.engine import engine_config, generate, run
 from testkit.tiny import TINY_VOCAB
 
@@ -46,16 +49,16 @@ def table() -> torch.Tensor:
 def sampled(model: LoadedModel, draws: int) -> tuple[torch.Tensor, int]:
     """Returns how often each word followed each, and how many drafted tokens were accepted."""
     logits = table()
-    likeliest = logits.argmax(dim=1).tolist()
+    likeliest = logits.topk(2, dim=1).indices.tolist()
 
-    def path(sequence: Choice) -> list[int]:
-        tokens = [sequence.tokens[-1]]
-        for _ in range(3):
-            tokens.append(likeliest[tokens[-1]])
-        return tokens[1:]
+    def draft(sequence: Choice) -> DraftTree:
+        """Two words may come next, two behind each of them, and one behind the likeliest two."""
+        last = sequence.tokens[-1]
+        paths = [(first, second) for first in likeliest[last] for second in likeliest[first]]
+        return functools.reduce(merge, [chain(p) for p in paths], chain([*paths[0], likeliest[paths[0][1]][0]]))
 
     config = engine_config(max_batch_size=BATCH, max_waiting=draws // LENGTH)
-    engine = drafted_by(path, Engine(markov(model, logits), config, pages=BATCH * (LENGTH // PAGE_TOKENS + 2)))
+    engine = drafted_by(draft, Engine(markov(model, logits), config, pages=BATCH * (LENGTH // PAGE_TOKENS + 2)))
     requests = [
         generate((WORDS[0],), sampling=api.Sampling(temperature=TEMPERATURE, seed=seed), max_tokens=LENGTH)
         for seed in range(draws // LENGTH)
@@ -99,7 +102,7 @@ def noise_of_the_first(patch: pytest.MonkeyPatch) -> None:
     """All rows of a draft are drawn with the noise of its first."""
     right = step.row_specs
 
-    def wrong(sequence: Choice, draft: Sequence[int]) -> list[RowSpec]:
+    def wrong(sequence: Choice, draft: DraftTree) -> list[RowSpec]:
         specs = right(sequence, draft)
         return [RowSpec(s.sampling, s.choice, specs[0].position, s.path, s.mask, s.logprobs) for s in specs]
 
@@ -111,23 +114,23 @@ def logits_of_the_first(patch: pytest.MonkeyPatch) -> None:
     right = stepper.draw
 
     def wrong(logits: torch.Tensor, specs: Sequence[RowSpec]) -> list[Drawn]:
-        starts = [at for at, spec in enumerate(specs) if at == 0 or spec.position <= specs[at - 1].position]
+        starts = [at for at, spec in enumerate(specs) if at == 0 or spec.sampling != specs[at - 1].sampling]
         return right(logits[[max(start for start in starts if start <= at) for at in range(len(specs))]], specs)
 
     patch.setattr(stepper, "draw", wrong)
 
 
 def some_drafts_believed(patch: pytest.MonkeyPatch) -> None:
-    """One drafted token in eight is taken although another was drawn."""
+    """In one place of eight a drafted token is taken although another was drawn."""
     right = stepper.Stepper._commit_all
     draws = random.Random(3)
 
-    def wrong(self: stepper.Stepper, verified: Verified) -> int:
-        drawn = [
-            each._replace(token=token) if draws.random() < 0.125 else each
-            for each, token in zip(verified.drawn, verified.draft, strict=False)
-        ]
-        return right(self, verified._replace(drawn=(*drawn, *verified.drawn[len(drawn) :])))
+    def wrong(self: stepper.Stepper, verified: Verified, moves: list[SlotMove]) -> int:
+        drawn = list(verified.drawn)
+        for parent, token in zip(verified.draft.parents, verified.draft.tokens, strict=True):
+            if draws.random() < 0.125:
+                drawn[parent + 1] = drawn[parent + 1]._replace(token=token)
+        return right(self, verified._replace(drawn=tuple(drawn)), moves)
 
     patch.setattr(stepper.Stepper, "_commit_all", wrong)
 

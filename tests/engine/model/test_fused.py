@@ -1,4 +1,4 @@
-"""CPU attention against its definition in float64, over random layouts of pages."""
+"""Attention against its definition in float64, over random layouts of pages, prompts and draft trees."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from magnitude_engine.model.attention import Attention, GroupedAttention, SplitA
 from magnitude_engine.model.batch import SequenceRows, StepBatch
 from magnitude_engine.model.cascade import Rules
 from magnitude_engine.model.fused import FusedAttention, Workspace
+from magnitude_engine.model.paged import PagedAttention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGES = 6, 2, 8, 700
 EDGES = (1, 15, 16, 17, 4096)
@@ -28,7 +29,7 @@ class Layout:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.free = list(range(PAGES))
-        self.sequences: list[tuple[list[int], int, int]] = []
+        self.sequences: list[tuple[list[int], int, int, tuple[int, ...]]] = []
 
     def pages(self, tokens: int, runs: int) -> list[int]:
         """Returns pages in `runs` runs of ascending ids, or one by one in random order where that is 0."""
@@ -40,18 +41,51 @@ class Layout:
         del self.free[:count]
         return [page for part in reversed(parts) for page in part]
 
-    def add(self, context: int, count: int = 1, runs: int = 1, prefix: Sequence[int] = ()) -> None:
+    def add(
+        self,
+        context: int,
+        count: int = 1,
+        runs: int = 1,
+        prefix: Sequence[int] = (),
+        parents: tuple[int, ...] = (),
+    ) -> None:
         own = self.pages(context - len(prefix) * PAGE_TOKENS, runs)
-        self.sequences.append(([*prefix, *own], context, count))
+        self.sequences.append(([*prefix, *own], context, count, parents))
+
+    def tree(self, nodes: int) -> tuple[int, ...]:
+        """Returns the parents of a tree of so many nodes, in order of depth."""
+        parents = [-1, -1]
+        while len(parents) < nodes:
+            parents.append(self.random.randrange(max(parents[-1], 0), len(parents)))
+        return tuple(parents)
 
     def batch(self) -> StepBatch:
-        start, sequences, positions = 0, [], []
-        for pages, context, count in self.sequences:
-            sequences.append(SequenceRows(start, count, context, tuple(pages)))
-            positions += range(context - count, context)
-            start += count
+        sequences: list[SequenceRows] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for pages, context, count, parents in self.sequences:
+            sequences.append(SequenceRows(len(positions), count, context, tuple(pages), parents))
+            known = context - len(parents)
+            positions += range(context - count, known)
+            positions += [known - 1 + len(path(parents, node)) for node in range(len(parents))]
+            slots += [
+                pages[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS for at in range(context - count, context)
+            ]
         rows = torch.tensor(positions)
-        return StepBatch(torch.zeros_like(rows), rows, rows, tuple(sequences), rows[:0])
+        return StepBatch(torch.zeros_like(rows), rows, torch.tensor(slots), tuple(sequences), rows[:0])
+
+
+def path(parents: Sequence[int], node: int) -> list[int]:
+    """Returns the nodes from the known tokens down to `node`."""
+    return [*path(parents, parents[node]), node] if node >= 0 else []
+
+
+def seen(sequence: SequenceRows, row: int) -> list[int]:
+    """Returns which keys of its sequence a row sees, in the order of their positions."""
+    known, own = sequence.context - len(sequence.parents), sequence.context - sequence.count + row
+    if own < known:
+        return list(range(own + 1))
+    return [*range(known), *(known + node for node in path(sequence.parents, own - known))]
 
 
 def definition(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -59,12 +93,12 @@ def definition(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch:
     result = torch.empty(q.shape, dtype=torch.float64)
     for sequence in batch.sequences:
         key, value = (t[list(sequence.pages)].flatten(0, 1).double() for t in (keys, values))
-        for row in range(sequence.start, sequence.start + sequence.count):
-            seen = int(batch.positions[row]) + 1
+        for index in range(sequence.count):
+            row, visible = sequence.start + index, seen(sequence, index)
             for head in range(HEADS):
                 shared = head // (HEADS // KV_HEADS)
-                weight = (key[:seen, shared] @ q[row, head].double() / HEAD_DIM**0.5).softmax(0)
-                result[row, head] = weight @ value[:seen, shared]
+                weight = (key[visible, shared] @ q[row, head].double() / HEAD_DIM**0.5).softmax(0)
+                result[row, head] = weight @ value[visible, shared]
     return result.flatten(1)
 
 
@@ -138,7 +172,7 @@ def test_prefixes_within_prefixes() -> None:
 def test_sequences_that_hold_the_same_pages_entirely() -> None:
     layout = Layout(5)
     pages = layout.pages(1024, 1)
-    layout.sequences = [(pages, 1024, 1), (pages, 1024, 1), (pages, 1023, 1)]
+    layout.sequences = [(pages, 1024, 1, ()), (pages, 1024, 1, ()), (pages, 1023, 1, ())]
     check(fused(True), layout.batch())
 
 
@@ -159,17 +193,68 @@ def test_random_steps(seed: int) -> None:
         count = layout.random.choice([1, 1, 1, 2, 4, 16, 17, 33])
         length = count + layout.random.choice([0, 1, 5, 300, 700])
         before = prefix if layout.random.random() < 0.5 else []
-        layout.add(len(before) * PAGE_TOKENS + length, count, layout.random.randrange(4), before)
+        parents = layout.tree(layout.random.randrange(2, count)) if count > 2 and layout.random.random() < 0.5 else ()
+        layout.add(len(before) * PAGE_TOKENS + length, count, layout.random.randrange(4), before, parents)
     check(fused(seed % 2 == 0), layout.batch())
     check(fused(seed % 2 == 0), layout.batch(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("attention", [GroupedAttention(HEADS // KV_HEADS), SplitAttention.build(HEADS, KV_HEADS)])
-def test_the_other_forms(attention: Attention) -> None:
-    layout = Layout(3)
+def forest(nodes: int) -> Layout:
+    """Trees behind few and many known rows, across the edges of pages and splits, beside prompts and single rows."""
+    layout = Layout(nodes)
     for context, count, runs in ((17, 1, 1), (300, 5, 0), (64, 64, 2)):
         layout.add(context, count, runs)
-    check(attention, layout.batch())
+    for known, rows, runs in ((1, 1, 1), (127, 1, 0), (128, 4, 2), (250, 90, 1), (16, 16, 1)):
+        layout.add(known + nodes, rows + nodes, runs, parents=layout.tree(nodes))
+    layout.add(33)
+    return layout
+
+
+FORMS = [
+    GroupedAttention(HEADS // KV_HEADS),
+    SplitAttention.build(HEADS, KV_HEADS),
+    SplitAttention(HEADS // KV_HEADS, 2),
+    PagedAttention(),
+    fused(True),
+    fused(False),
+]
+
+
+@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("nodes", [2, 14])
+def test_every_form_computes_trees(attention: Attention, nodes: int) -> None:
+    check(attention, forest(nodes).batch())
+
+
+def test_a_tree_may_have_as_many_rows_as_one_call_takes() -> None:
+    layout = Layout(1)
+    layout.add(100, 64, parents=layout.tree(63))
+    layout.add(100, 65, parents=layout.tree(64))
+    check(PagedAttention(), layout.batch())
+
+
+@pytest.mark.parametrize("known", [1, 120, 127, 128, 250])
+def test_a_node_has_the_bits_that_its_token_has_without_a_tree(known: int) -> None:
+    """In the reference form: each path is computed anew as plain decoding lays it out, its last row alone."""
+    attention, nodes = SplitAttention.build(HEADS, KV_HEADS), 12
+    layout = Layout(known)
+    layout.add(known + nodes, 1 + nodes, 0, parents=layout.tree(nodes))
+    batch = layout.batch()
+    draw = torch.Generator().manual_seed(known)
+    q = torch.randn(1 + nodes, HEADS, HEAD_DIM, generator=draw)
+    keys, values = torch.randn(2, PAGES, PAGE_TOKENS, KV_HEADS, HEAD_DIM, generator=draw)
+    found = attention(q, keys, values, attention.plan(batch, torch.float32))
+    for row in range(1 + nodes):
+        plain = Layout(row)
+        (rows,), visible = batch.sequences, seen(batch.sequences[0], row)
+        plain.add(len(visible))
+        pages = list(plain.sequences[0][0])
+        alone = [torch.zeros_like(keys), torch.zeros_like(values)]
+        for target, source in zip(alone, (keys, values), strict=True):
+            path_of = source[list(rows.pages)].flatten(0, 1)[visible]
+            target.flatten(0, 1)[pages[0] * PAGE_TOKENS :][: len(visible)] = path_of
+        plan = attention.plan(plain.batch(), torch.float32)
+        assert torch.equal(attention(q[row : row + 1], *alone, plan)[0], found[row])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -71,9 +71,8 @@ class Helper:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Starts the process where there is none, without waiting until it is ready."""
-        with self._turn:
-            self._launch()
+        """Has the process start and get ready where there is none; does not wait for it."""
+        threading.Thread(target=self._prepare, name="magnitude-grammar-start", daemon=True).start()
 
     def ask(self, job: CompileJob | CheckJob) -> Answer | Ended:
         """Returns the helper's answer, or why there is none; it is killed when the job's budget is spent.
@@ -82,7 +81,9 @@ class Helper:
             Overloaded: other jobs took too long.
             EngineError: the helper cannot be started, or was closed.
         """
-        if not self._turn.acquire(timeout=self.limits.turn_s):
+        # A helper that has just been started takes its time.
+        patience = self.limits.turn_s + (0.0 if self._ready else self.limits.start_s)
+        if not self._turn.acquire(timeout=patience):
             raise Overloaded("too many new grammars are waiting to be compiled or checked; send the request again")
         try:
             channel = self._awaited()
@@ -102,10 +103,18 @@ class Helper:
             self._turn.release()
 
     def close(self) -> None:
-        """Ends the process; later jobs are refused."""
+        """Ends the process, whatever it is at; later jobs are refused."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._turn:
-            self._closed = True
             self._stop()
+
+    def _prepare(self) -> None:
+        """Gets the process ready; where that fails, whoever asks first is told."""
+        with self._turn, contextlib.suppress(EngineError):
+            self._awaited()
 
     def _launch(self) -> None:
         if self._closed:

@@ -15,15 +15,15 @@ from magnitude_engine.errors import GrammarFailure
 
 
 class DraftMasks(NamedTuple):
-    """What the grammar says to a chain of drafted tokens.
+    """What the grammar says to a tree of drafted tokens.
 
     Attributes:
-        masks: int32 [allowed + 1, words]: row i is the mask after the first i drafted tokens.
-        allowed: how many of the drafted tokens, from the first on, those masks allow.
+        masks: int32 [1 + nodes, words]: the mask now, and after each node; undefined behind one that is not allowed.
+        allowed: the nodes that those masks allow together with all above them, rising.
     """
 
     masks: torch.Tensor
-    allowed: int
+    allowed: tuple[int, ...]
 
 
 class GrammarState:
@@ -115,30 +115,41 @@ class GrammarState:
         self._current = self._current and not count
         self._run = () if count else self._run
 
-    def masks(self, draft: Sequence[int]) -> DraftMasks:
-        """Returns the masks along `draft`, up to its first token that they do not allow; the state stays as it is.
+    def masks(self, draft: Sequence[int], parents: Sequence[int] | None = None) -> DraftMasks:
+        """Returns the masks along a tree of tokens, as far as they allow it; the state stays as it is.
 
-        A token that spells what the grammar wants, but is not among the mask's, counts as not allowed, exactly
-        as when it is drawn. The rows are this state's own buffer, overwritten by the next call.
+        `parents` has for each token the index of the one above it, which stands before it, or -1; None for a chain. A
+        token that spells what the grammar wants, but is not among the mask's, counts as not allowed, exactly as when
+        it is drawn. The rows are this state's own buffer, overwritten by the next call.
         """
+        if parents is None:
+            parents = range(-1, len(draft) - 1)
         if len(self._drafts) <= len(draft):
             self._drafts = torch.zeros((len(draft) + 1, len(self._buffer)), dtype=torch.int32)
         rows = self._drafts
         rows[0] = self.mask()
-        current, run, allowed = self._current, self._run, 0
+        current, run = self._current, self._run
+        allowed: list[int] = []
+        path, below = [-1], _below(parents)
+        waiting = below.get(-1, [])
         try:
-            for token in draft:
-                if not _allows(rows[allowed], token):
-                    break
-                self._advance(token)
-                allowed += 1
-                self._fill(rows[allowed])
+            while waiting:
+                node = waiting.pop()
+                above = path.index(parents[node]) + 1
+                self.rollback(len(path) - above)
+                del path[above:]
+                if _allows(rows[parents[node] + 1], draft[node]):
+                    self._advance(draft[node])
+                    path.append(node)
+                    allowed.append(node)
+                    waiting += below.get(node, [])
+                    self._fill(rows[node + 1])
         finally:
             # After a failure nothing can be taken back, and nothing will be asked.
             if not self._matcher.is_error():
-                self.rollback(allowed)
+                self.rollback(len(path) - 1)
         self._current, self._run = current, run
-        return DraftMasks(rows[: allowed + 1], allowed)
+        return DraftMasks(rows[: len(draft) + 1], tuple(sorted(allowed)))
 
     def _fill(self, row: torch.Tensor) -> None:
         if self._ends:
@@ -165,6 +176,14 @@ class GrammarState:
             raise GrammarFailure(
                 f"the request's grammar became too complex to follow ({problem}); simplify its patterns"
             )
+
+
+def _below(parents: Sequence[int]) -> dict[int, list[int]]:
+    """Returns the nodes right below each node, the last one first."""
+    found: dict[int, list[int]] = {}
+    for node in reversed(range(len(parents))):
+        found.setdefault(parents[node], []).append(node)
+    return found
 
 
 def _allows(mask: torch.Tensor, token: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import llguidance
 import pytest
 import torch
@@ -12,8 +14,10 @@ from magnitude_engine.decode.grammar.compiler import GrammarCompiler
 from magnitude_engine.decode.grammar.spec import Regex
 from magnitude_engine.decode.grammar.state import GrammarState
 from magnitude_engine.decode.grammar.tokens import describe, library_tokenizer
+from magnitude_engine.draft.tree import merge
 from magnitude_engine.errors import GrammarFailure
 from magnitude_engine.model.tokenizer import Tokenizer
+from testkit.drafting import chain
 from testkit.grammar import CASES, Case, Walker, allowed, spec, written
 
 SCHEMAS = {case.name: case.schema for case in CASES}
@@ -160,9 +164,9 @@ def test_drafts_are_cut_where_the_masks_cut_them(compiler: GrammarCompiler, toke
     grammar = compiler.compile(spec({"enum": ["the tool", "the user"]}))
     good = tokenizer.encode('"the tool"')
     state = grammar.begin()
-    assert state.masks([]).allowed == 0
-    masks, count = state.masks([*good, 2])
-    assert count == len(good) + 1
+    assert state.masks([]).allowed == ()
+    masks, nodes = state.masks([*good, 2])
+    assert nodes == tuple(range(len(good) + 1))
     follow = grammar.begin()
     for row, token in zip(masks, good, strict=False):
         assert torch.equal(row, follow.mask())
@@ -171,9 +175,9 @@ def test_drafts_are_cut_where_the_masks_cut_them(compiler: GrammarCompiler, toke
     # The same text in other tokens is what the mask forbids where the tokens are forced.
     split = [token for letter in '"the tool"' for token in tokenizer.encode(letter)]
     assert split != good
-    cut = state.masks(split).allowed
+    cut = len(state.masks(split).allowed)
     assert cut == next(i for i, token in enumerate(split) if good[i] != token)
-    assert state.masks([*good[:3], 0, *good[3:]]).allowed == 3
+    assert state.masks([*good[:3], 0, *good[3:]]).allowed == (0, 1, 2)
     assert torch.equal(state.mask(), grammar.begin().mask())
 
 
@@ -199,14 +203,19 @@ def test_steps_back_forks_and_drafts_are_exact(
                 pass
             state = other
         else:
-            draft = list(walker.walk(state.fork(), 5)) + data.draw(st.lists(st.integers(0, 250), max_size=2))
-            masks, count = state.masks(draft)
-            follow = state.fork()
-            for row, token in zip(masks[:-1], draft[:count], strict=True):
-                assert torch.equal(row, follow.mask())
-                follow.accept(token)
-            assert torch.equal(masks[-1], follow.mask())
-            assert count == len(draft) or draft[count] not in allowed(follow.mask())
+            ways = [list(walker.walk(state.fork(), 5)) for _ in range(3)]
+            draft = functools.reduce(
+                merge, [chain(w + data.draw(st.lists(st.integers(0, 250), max_size=2))) for w in ways]
+            )
+            masks, nodes = state.masks(draft.tokens, draft.parents)
+            for node in range(-1, len(draft)):
+                follow, legal = state.fork(), True
+                for token in (draft.tokens[above] for above in draft.path(node)):
+                    legal = legal and token in allowed(follow.mask())
+                    if legal:
+                        follow.accept(token)
+                assert legal == (node < 0 or node in nodes)
+                assert not legal or torch.equal(masks[node + 1], follow.mask())
     fresh = grammar.begin()
     for token in path:
         fresh.accept(token)

@@ -1,0 +1,1 @@
+"""Moving the keys and values of an accepted path together."""

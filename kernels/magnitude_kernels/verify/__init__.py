@@ -1,0 +1,1 @@
+"""Acceptance of draft trees: how far what was drawn follows them."""

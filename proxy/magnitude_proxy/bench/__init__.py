@@ -1,0 +1,1 @@
+"""`magnitude bench`: what the product costs and gains, against what a user would run instead."""

@@ -1,0 +1,18 @@
+"""The sizes at which the compaction kernel is compiled ahead of time."""
+
+from __future__ import annotations
+
+from magnitude_kernels.compact.triton import compact_kernel
+from magnitude_kernels.kv_copy.triton import NUM_WARPS, block_size
+from testkit.triton_runs import Build
+
+
+def _compact(words: int) -> Build:
+    types = dict.fromkeys(("table_ptr", "sources_ptr", "targets_ptr", "counts_ptr"), "*i64")
+    types |= {"width": "i32", "WORDS": "constexpr", "BLOCK": "constexpr"}
+    constants = {"WORDS": words, "BLOCK": block_size(words)}
+    return Build(f"slots of {words} words", compact_kernel, types, constants, NUM_WARPS)
+
+
+# A token's keys in one layer in bfloat16: 3 heads of 64 (SmolLM2), 8 of 128 (Llama 3).
+BUILDS = (_compact(96), _compact(512))
