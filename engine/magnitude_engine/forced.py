@@ -45,7 +45,7 @@ class ForcedRunner(Runner):
         self.profile = inner.profile
         self.device = inner.device
         self.cache_dtype = inner.cache_dtype
-        self.lanes = inner.lanes
+        self.description = inner.description
         self.script: tuple[int, ...] = ()
         self.passes = 0
         self.rows = 0

@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, path: Path, profile: str) -> None:
         config = EngineConfig(model_path=str(path), profile=profile, kv_memory_mb=512)  # type: ignore[arg-type]
         self.runner = load_model(config).runner
-        self.name = f"{profile} ({self.runner.lanes})"
+        self.name = f"{profile} ({self.runner.description})"
         self._cache = self.runner.allocate_cache(max(ROWS) * (max(CONTEXTS) // PAGE_TOKENS + 1))
         for tensor in (*self._cache.keys, *self._cache.values):
             tensor.normal_()

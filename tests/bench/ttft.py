@@ -335,7 +335,7 @@ def main() -> None:
     config = engine_config(options)
     model = load_model(config)
     machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-    print(f"{model.runner.lanes}; {machine}, {options.threads} threads, load {os.getloadavg()[0]:.1f}")
+    print(f"{model.runner.description}; {machine}, {options.threads} threads, load {os.getloadavg()[0]:.1f}")
     parts: dict[str, Callable[[], None]] = {
         "steps": lambda: later_steps(model, config, options),
         "resume": lambda: resume(model, options),

@@ -27,7 +27,7 @@ class Ledger:
     profile = "reference"
     cache_dtype = torch.int32
     device = torch.device("cpu")
-    lanes = "none"
+    description = "none"
 
     def __init__(self, vocab: int, context: int) -> None:
         self.shape = ModelShape(layers=1, kv_heads=1, head_dim=1, hidden=1, vocab=vocab, context=context)

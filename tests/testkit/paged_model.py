@@ -30,5 +30,5 @@ _CONFIG = LlamaConfig(
 def paged_decoder(device: torch.device) -> Decoder:
     """Returns the decoder in float32 on `device`."""
     checkpoint = RandomLlama(_CONFIG, 0, torch.float32)
-    decoder = build_decoder(checkpoint, "native", CONTEXT, device, 0, lambda fraction: None)
+    decoder = build_decoder(checkpoint, "native", CONTEXT, device, lambda fraction: None)
     return replace(decoder, attention=PagedAttention())

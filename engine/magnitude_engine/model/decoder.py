@@ -41,33 +41,32 @@ class LayerNorms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One form of all layers' matrices; inputs have `dtype`."""
+    """A model's matrices in one form; inputs have `dtype`."""
 
     name: str
     dtype: torch.dtype
     layers: tuple[LayerLinears, ...]
+    head: Linear
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLane:
-    """One form of the output matrix; its input has `dtype`."""
+class Model(Protocol):
+    """What computes steps.
 
-    name: str
-    dtype: torch.dtype
-    linear: Linear
+    Attributes:
+        config: the model's sizes.
+        description: how it multiplies, in words.
+        cache_dtype: of keys and values.
+    """
 
+    @property
+    def config(self) -> LlamaConfig: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def cache_dtype(self) -> torch.dtype: ...
 
-class Lanes(Protocol):
-    """Which form serves how many rows."""
-
-    def describe(self) -> str:
-        """Returns the choice in words."""
-
-    def layers(self, rows: int) -> Lane:
-        """Returns the layers' form for a step of `rows` rows."""
-
-    def head(self, rows: int) -> HeadLane:
-        """Returns the head's form for `rows` wanted rows."""
+    def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
+        """Writes the step's keys and values into `cache` and returns the wanted rows' logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +93,26 @@ class Decoder:
     norms: tuple[LayerNorms, ...]
     final_norm: torch.Tensor
     rotary: Rotary
-    lanes: Lanes
+    lane: Lane
     pointwise: Pointwise
     attention: Attention
+
+    @property
+    def description(self) -> str:
+        """How it multiplies, in words."""
+        return self.lane.name
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        return self.lane.dtype
 
     def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
         """Writes the step's keys and values into `cache` and returns the wanted rows' logits.
 
         `layers` names the layers that are computed, in order: all by default, fewer for a cheap guess.
         """
-        lane = self.lanes.layers(batch.ids.shape[0])
+        lane = self.lane
         plan = self.attention.plan(batch, cache.keys[0].dtype)
         place = self.pointwise.placing(batch, self.rotary, self.config)
         h = self.embedding(batch.ids)
@@ -125,5 +134,4 @@ class Decoder:
         if not hidden.shape[0]:
             return StepOutput(hidden.new_empty((0, self.config.vocab)), hidden)
         hidden = self.pointwise.norm(hidden, self.final_norm)
-        lane = self.lanes.head(hidden.shape[0])
-        return StepOutput(lane.linear(hidden.to(lane.dtype)).float(), hidden)
+        return StepOutput(self.lane.head(hidden.to(self.lane.dtype)).float(), hidden)

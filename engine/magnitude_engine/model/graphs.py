@@ -28,7 +28,7 @@ import torch
 from magnitude_engine.config import PAGE_TOKENS, Profile
 from magnitude_engine.model.attention import Attention, AttentionPlan
 from magnitude_engine.model.batch import KeyValueCache, StepBatch, StepOutput
-from magnitude_engine.model.decoder import Decoder
+from magnitude_engine.model.decoder import Decoder, Model
 from magnitude_engine.model.paged import PagedAttention, PagedPlan
 from magnitude_engine.model.runner import Runner
 from magnitude_engine.telemetry import worker_log
@@ -207,6 +207,7 @@ class GraphRunner(Runner):
         record: Recorder,
     ) -> None:
         super().__init__(decoder, profile, context, device)
+        self._decoder = decoder
         self._most = Shape(max_rows, _pages(context))
         self._record = record
         self._cache: KeyValueCache | None = None
@@ -288,11 +289,11 @@ def record_cuda() -> Recorder:
     return record
 
 
-def build_runner(decoder: Decoder, profile: Profile, context: int, device: torch.device, max_rows: int) -> Runner:
+def build_runner(model: Model, profile: Profile, context: int, device: torch.device, max_rows: int) -> Runner:
     """Returns a runner that uses graphs where the device and the attention allow it."""
-    if device.type == "cuda" and isinstance(decoder.attention, PagedAttention):
-        return GraphRunner(decoder, profile, context, device, max_rows, record_cuda())
-    return Runner(decoder, profile, context, device)
+    if device.type == "cuda" and isinstance(model, Decoder) and isinstance(model.attention, PagedAttention):
+        return GraphRunner(model, profile, context, device, max_rows, record_cuda())
+    return Runner(model, profile, context, device)
 
 
 def _pages(tokens: int) -> int:

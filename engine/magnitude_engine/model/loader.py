@@ -19,7 +19,7 @@ from magnitude_engine.model import tokenizer as tokenizers
 from magnitude_engine.model.gguf import GgufFile
 from magnitude_engine.model.graphs import build_runner
 from magnitude_engine.model.prompt import PromptEncoder
-from magnitude_engine.model.runner import Runner, build_decoder
+from magnitude_engine.model.runner import Runner, build_model
 from magnitude_engine.model.safetensors import FolderLlama
 from magnitude_engine.model.template import ChatTemplate
 from magnitude_engine.model.tokenizer import Tokenizer
@@ -96,9 +96,9 @@ def assemble(config: EngineConfig, source: Source, place: Placement, progress: C
             f"{config.model_path}: the tokenizer has {source.tokenizer.vocab_size} tokens, the model only {c.vocab}; "
             "they are of different models, fetch them again"
         )
-    spare = _check_memory(config, c, place)
+    _check_memory(config, c, place)
     template = _template(source)
-    decoder = build_decoder(source.checkpoint, place.profile, place.context, place.device, spare // 2, progress)
+    model = build_model(source.checkpoint, place.profile, place.context, place.device, progress)
     card = api.ModelCard(
         name=config.model_name,
         architecture="llama",
@@ -110,8 +110,8 @@ def assemble(config: EngineConfig, source: Source, place: Placement, progress: C
         parameters=parameter_count(c),
         path=config.model_path,
     )
-    runner = build_runner(decoder, place.profile, place.context, place.device, config.max_batch_size)
-    worker_log.info("model %s, profile %s on %s: %s", card.name, card.profile, place.device.type, runner.lanes)
+    runner = build_runner(model, place.profile, place.context, place.device, config.max_batch_size)
+    worker_log.info("model %s, profile %s on %s: %s", card.name, card.profile, place.device.type, runner.description)
     prompts = PromptEncoder(source.tokenizer, template)
     constraints = Constraints(source.tokenizer, c.vocab, prompts.tool_format)
     return LoadedModel(runner, source.tokenizer, prompts, card, constraints)
@@ -136,10 +136,10 @@ def _draft_runner(config: EngineConfig, source: Source, place: Placement) -> Run
     c = source.checkpoint.config
     mine = place._replace(context=min(place.context, c.context))
     whole = msgspec.structs.replace(config, kv_memory_mb=config.kv_memory_mb + config.draft_kv_mb)
-    spare = _check_memory(whole, c, mine)
-    decoder = build_decoder(source.checkpoint, mine.profile, mine.context, mine.device, spare // 2, lambda share: None)
-    runner = build_runner(decoder, mine.profile, mine.context, mine.device, config.max_batch_size)
-    worker_log.info("draft model %s: %s", config.draft_model_path, runner.lanes)
+    _check_memory(whole, c, mine)
+    model = build_model(source.checkpoint, mine.profile, mine.context, mine.device, lambda share: None)
+    runner = build_runner(model, mine.profile, mine.context, mine.device, config.max_batch_size)
+    worker_log.info("draft model %s: %s", config.draft_model_path, runner.description)
     return runner
 
 
@@ -193,8 +193,8 @@ def _context(config: EngineConfig, model: LlamaConfig) -> int:
     return wanted
 
 
-def _check_memory(config: EngineConfig, model: LlamaConfig, place: Placement) -> int:
-    """Returns the bytes left beside weights and cache; raises ModelDoesNotFit when there are none."""
+def _check_memory(config: EngineConfig, model: LlamaConfig, place: Placement) -> None:
+    """Raises ModelDoesNotFit when there is no room for weights and cache."""
     per_value = {"reference": 4.0, "packed": 0.8, "native": 2.0}[place.profile]
     embeddings = 2 * model.vocab * model.hidden
     needed = int(parameter_count(model) * per_value) + embeddings + config.kv_memory_mb * MIB
@@ -204,7 +204,6 @@ def _check_memory(config: EngineConfig, model: LlamaConfig, place: Placement) ->
             f"the model needs about {needed // MIB} MiB ({config.kv_memory_mb} of them for keys and values) but "
             f"{free // MIB} MiB are available; use a smaller model or lower kv_memory_mb"
         )
-    return free - needed
 
 
 def available_memory(device: torch.device) -> int:

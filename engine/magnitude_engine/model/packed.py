@@ -20,7 +20,7 @@ from magnitude_engine.model.batch import KeyValueCache, SequenceRows, StepBatch,
 from magnitude_engine.model.decoder import Embedding
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.pointwise import Rotary
-from magnitude_engine.model.weights import Checkpoint, LayerWeights, LlamaConfig, Matrix
+from magnitude_engine.model.weights import Checkpoint, LlamaConfig, Matrix
 from magnitude_kernels.cpu import attend, forward, frame, product
 from magnitude_kernels.cpu.threads import Team
 
@@ -145,7 +145,7 @@ class _Memory:
         return kept[:needed].reshape(size)
 
 
-class PackedDecoder:
+class PackedModel:
     """A model whose steps are computed by compiled code.
 
     Attributes:
@@ -220,10 +220,10 @@ class PackedDecoder:
         )
 
 
-def packed_decoder(
-    checkpoint: Checkpoint, layer: Callable[[int], LayerWeights], rotary: Rotary, embedding: Embedding
-) -> PackedDecoder:
-    """Packs a model; `layer` returns the weights of a layer.
+def packed_model(
+    checkpoint: Checkpoint, rotary: Rotary, embedding: Embedding, progress: Callable[[float], None]
+) -> PackedModel:
+    """Packs a model; `progress` gets 0..1.
 
     Raises:
         ModelUnsupported: sizes that the compiled code does not take.
@@ -238,11 +238,12 @@ def packed_decoder(
     norms: list[torch.Tensor] = []
     table = np.zeros((c.layers + 1, frame.MATRICES, 4), np.int64)
     for index in range(c.layers):
-        w = layer(index)
+        w = checkpoint.layer(index)
         norms += [w.attention_norm, w.ffn_norm]
         for which, matrix in enumerate((w.q, w.k, w.v, w.out, w.gate, w.up, w.down)):
             matrices.append(pack(matrix))
             table[index, which] = matrices[-1].row()
+        progress((index + 1) / c.layers)
     head = checkpoint.head()
     matrices.append(pack(checkpoint.embedding() if head is None else head))
     table[c.layers, 0] = matrices[-1].row()
@@ -256,4 +257,4 @@ def packed_decoder(
         kv_heads=c.kv_heads,
         ffn=c.ffn,
     )
-    return PackedDecoder(c, model, matrices, embedding)
+    return PackedModel(c, model, matrices, embedding)

@@ -1,8 +1,8 @@
-"""Runs a model: assembles a decoder for a profile, allocates its cache, computes steps.
+"""Runs a model: assembles a model for a profile, allocates its cache, computes steps.
 
 profile     weights                              cache        device
 reference   float32, fixed tiles                 float32      CPU
-packed      4/8-bit, a dense copy for many rows  bfloat16     CPU
+packed      4/8-bit, compiled code               bfloat16     CPU
 native      the checkpoint's dtype               the same     GPU (or CPU)
 """
 
@@ -15,26 +15,16 @@ import torch
 from magnitude_engine.config import PAGE_TOKENS, Profile
 from magnitude_engine.model.attention import Attention, GroupedAttention, SplitAttention
 from magnitude_engine.model.batch import KeyValueCache, ModelShape, StepBatch, StepOutput
-from magnitude_engine.model.decoder import Decoder, Embedding, HeadLane, Lane, LayerNorms
+from magnitude_engine.model.decoder import Decoder, Embedding, Lane, LayerLinears, LayerNorms, Model
 from magnitude_engine.model.fused import FusedAttention
 from magnitude_engine.model.gguf import Blocks
-from magnitude_engine.model.lanes import (
-    LaneTable,
-    dense_linears,
-    faster_dense,
-    measure_heads,
-    measure_layers,
-    packed_linears,
-    single,
-    tiled_linears,
-)
-from magnitude_engine.model.linear import Dense, Tiled, quantise_rows
+from magnitude_engine.model.lanes import dense_linears, tiled_linears
+from magnitude_engine.model.linear import Dense, Tiled
+from magnitude_engine.model.packed import packed_model
 from magnitude_engine.model.paged import PagedAttention
 from magnitude_engine.model.pointwise import FastPointwise, FixedPointwise, KernelPointwise, Pointwise, Rotary
-from magnitude_engine.model.weights import Checkpoint, LayerWeights, dense
+from magnitude_engine.model.weights import Checkpoint, LlamaConfig, dense
 from magnitude_kernels import dispatch
-
-CPU = torch.device("cpu")
 
 
 class Runner:
@@ -45,19 +35,17 @@ class Runner:
         profile: the numeric profile.
         device: where weights, cache and step tensors live.
         cache_dtype: the type of keys and values.
-        lanes: which matrix forms serve how many rows, in words.
+        description: how the model multiplies, in words.
     """
 
-    def __init__(self, decoder: Decoder, profile: Profile, context: int, device: torch.device) -> None:
-        c = decoder.config
+    def __init__(self, model: Model, profile: Profile, context: int, device: torch.device) -> None:
+        c = model.config
         self.shape = ModelShape(c.layers, c.kv_heads, c.head_dim, c.hidden, c.vocab, context)
         self.profile: Profile = profile
         self.device = device
-        self.cache_dtype = {"reference": torch.float32, "packed": torch.bfloat16}.get(
-            profile, decoder.lanes.layers(1).dtype
-        )
-        self.lanes = decoder.lanes.describe()
-        self._decoder = decoder
+        self.cache_dtype = model.cache_dtype
+        self.description = model.description
+        self._model = model
 
     def allocate_cache(self, pages: int) -> KeyValueCache:
         """Returns zeroed keys and values for `pages` pages of `PAGE_TOKENS` tokens."""
@@ -69,92 +57,68 @@ class Runner:
         `layers` names the layers that are computed (all by default); with fewer the logits are only a guess.
         """
         with torch.inference_mode():
-            return self._decoder.forward(batch, cache, layers)
+            return self._model.forward(batch, cache, layers)
 
     def recapture(self) -> bool:
         """To be called between steps while nothing waits, until it returns False: prepares for steps like the last."""
         return False
 
 
-def build_decoder(
-    checkpoint: Checkpoint,
-    profile: Profile,
-    context: int,
-    device: torch.device,
-    dense_budget: int,
-    progress: Callable[[float], None],
-) -> Decoder:
-    """Loads the weights in the forms of `profile`.
+def build_model(
+    checkpoint: Checkpoint, profile: Profile, context: int, device: torch.device, progress: Callable[[float], None]
+) -> Model:
+    """Loads the weights in the form of `profile`; `progress` gets 0..1.
 
-    `dense_budget` is how many bytes the packed profile may use for its dense copy; `progress` gets 0..1.
+    Raises:
+        ModelUnsupported: sizes that the profile does not take.
     """
-    c = checkpoint.config
-    exact = profile == "reference"
-    pointwise: Pointwise = FixedPointwise(c.epsilon) if exact else FastPointwise.build(c, device)
-    attention: Attention
-    if exact:
-        attention = SplitAttention.build(c.heads, c.kv_heads)
-    elif device.type == "cpu":
-        attention = FusedAttention.build(c.heads, c.kv_heads, c.head_dim)
-    else:
-        attention = GroupedAttention(c.heads // c.kv_heads)
-    if profile == "native" and device.type == "cuda" and dispatch.HAS_TRITON:
-        pointwise, attention = KernelPointwise(c.epsilon), PagedAttention()
-    norms: list[LayerNorms] = []
+    if profile != "packed":
+        return build_decoder(checkpoint, profile, context, device, progress)
+    rotary = Rotary.build(checkpoint.config, context, checkpoint.rope_factors(), device)
+    return packed_model(checkpoint, rotary, _embedding(checkpoint, profile, device), progress)
 
-    def layer(index: int) -> LayerWeights:
+
+def build_decoder(
+    checkpoint: Checkpoint, profile: Profile, context: int, device: torch.device, progress: Callable[[float], None]
+) -> Decoder:
+    """Loads the weights in the form of `reference` or `native`; `progress` gets 0..1."""
+    c = checkpoint.config
+    pointwise, attention = _functions(c, profile, device)
+    dtype = torch.float32 if profile == "reference" else checkpoint.weight_dtype
+    linears: list[LayerLinears] = []
+    norms: list[LayerNorms] = []
+    for index in range(c.layers):
         weights = checkpoint.layer(index)
         both = (pointwise.prepared(w.float()).to(device) for w in (weights.attention_norm, weights.ffn_norm))
         norms.append(LayerNorms(*both))
+        linears.append(tiled_linears(weights) if profile == "reference" else dense_linears(weights, dtype, device))
         progress((index + 1) / c.layers)
-        return weights
-
+    head = _head(checkpoint)
     if profile == "reference":
-        lanes = single(
-            [tiled_linears(layer(i)) for i in range(c.layers)], Tiled(_head(checkpoint)), torch.float32, "float32 tiles"
-        )
-    elif profile == "native":
-        dtype = checkpoint.weight_dtype
-        linears = [dense_linears(layer(i), dtype, device) for i in range(c.layers)]
-        lanes = single(linears, Dense(_head(checkpoint).to(dtype).to(device)), dtype, str(dtype).removeprefix("torch."))
+        lane = Lane("float32 tiles", dtype, tuple(linears), Tiled(head))
     else:
-        lanes = _packed_lanes(checkpoint, layer, dense_budget)
+        lane = Lane(str(dtype).removeprefix("torch."), dtype, tuple(linears), Dense(head.to(dtype).to(device)))
     return Decoder(
         config=c,
         embedding=_embedding(checkpoint, profile, device),
         norms=tuple(norms),
         final_norm=pointwise.prepared(checkpoint.final_norm().float()).to(device),
         rotary=Rotary.build(c, context, checkpoint.rope_factors(), device),
-        lanes=lanes,
+        lane=lane,
         pointwise=pointwise,
         attention=attention,
     )
 
 
-def _packed_lanes(checkpoint: Checkpoint, layer: Callable[[int], LayerWeights], dense_budget: int) -> LaneTable:
-    """Packs the layers, adds a dense copy where it fits, and measures where it takes over."""
-    c = checkpoint.config
-    dtype = faster_dense(checkpoint.layer(0), c)
-    values = c.layers * (c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + 3 * c.hidden * c.ffn) + c.vocab * c.hidden
-    copied = values * dtype.itemsize <= dense_budget
-    packed, copies = [], []
-    for index in range(c.layers):
-        weights = layer(index)
-        packed.append(packed_linears(weights))
-        if copied:
-            copies.append(dense_linears(weights, dtype, CPU))
-    weight = _head(checkpoint)
-    head = quantise_rows(weight)
-    few = single(packed, head, torch.bfloat16, "packed")
-    if not copied:
-        return few
-    name = str(dtype).removeprefix("torch.")
-    many = Lane(name, dtype, tuple(copies))
-    head_many = HeadLane(name, dtype, Dense(weight.to(dtype)))
-    with torch.inference_mode():
-        many_from = measure_layers(few.few, many, c)
-        head_many_from = measure_heads(few.head_few, head_many, c)
-    return LaneTable(few.few, many, many_from, few.head_few, head_many, head_many_from)
+def _functions(c: LlamaConfig, profile: Profile, device: torch.device) -> tuple[Pointwise, Attention]:
+    """Returns what lies between the products, for `reference` and `native`."""
+    if profile == "reference":
+        return FixedPointwise(c.epsilon), SplitAttention.build(c.heads, c.kv_heads)
+    if device.type == "cpu":
+        return FastPointwise.build(c, device), FusedAttention.build(c.heads, c.kv_heads, c.head_dim)
+    if device.type == "cuda" and dispatch.HAS_TRITON:
+        return KernelPointwise(c.epsilon), PagedAttention()
+    return FastPointwise.build(c, device), GroupedAttention(c.heads // c.kv_heads)
 
 
 def _head(checkpoint: Checkpoint) -> torch.Tensor:

@@ -46,7 +46,9 @@ def _write_turn(e: Emitter, base: Value, slots: Value, row_bytes: Value, out: Va
         e.store(row, e.at(out, n * BLOCK * 4))
 
 
-def _write_widen(e: Emitter, base: Value, slots: Value, row_bytes: Value, count: Value, size: Value, out: Value) -> None:
+def _write_widen(
+    e: Emitter, base: Value, slots: Value, row_bytes: Value, count: Value, size: Value, out: Value
+) -> None:
     """Writes `size` bfloat16 of each of `count` slots as float32, one slot after the other."""
 
     def row(at: Value, _: list[Value]) -> list[Value]:

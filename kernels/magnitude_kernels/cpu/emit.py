@@ -196,10 +196,22 @@ def written(arguments: str, write: Callable[..., Value], returns: Value = types.
     return made
 
 
-# The int64 at an address, counted in int64.
-number = written("aa", lambda e, address, n: e.load(e.at(address, e.times(n, 8)), INT64), types.int64)
-set_number = written("aaa", lambda e, address, n, value: e.store(value, e.at(address, e.times(n, 8))))
-set_real = written("aaf", lambda e, address, n, value: e.store(value, e.at(address, e.times(n, 4))))
+def _write_number(e: Emitter, address: Value, n: Value) -> Value:
+    return e.load(e.at(address, e.times(n, 8)), INT64)
+
+
+def _write_set_number(e: Emitter, address: Value, n: Value, value: Value) -> None:
+    e.store(value, e.at(address, e.times(n, 8)))
+
+
+def _write_set_real(e: Emitter, address: Value, n: Value, value: Value) -> None:
+    e.store(value, e.at(address, e.times(n, 4)))
+
+
+# The n-th int64 behind an address, read and written, and the n-th float32.
+number: Callable[[int, int], int] = written("aa", _write_number, types.int64)
+set_number: Callable[[int, int, int], None] = written("aaa", _write_set_number)
+set_real: Callable[[int, int, float], None] = written("aaf", _write_set_real)
 
 
 def caller(arguments: int) -> Callable[..., Any]:

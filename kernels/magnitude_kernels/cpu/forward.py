@@ -15,7 +15,7 @@ import numpy as np
 from magnitude_kernels.cpu import attend, rows
 from magnitude_kernels.cpu.compiled import compiled
 from magnitude_kernels.cpu.emit import number
-from magnitude_kernels.cpu.frame import COUNTERS, DOWN, GATE, MATRICES, OUT, SPLIT_COUNTER, K, Q, UP, V
+from magnitude_kernels.cpu.frame import COUNTERS, DOWN, GATE, MATRICES, OUT, SPLIT_COUNTER, UP, K, Q, V
 from magnitude_kernels.cpu.product import CHUNK, OUTPUTS, multiply, multiply_blocks
 from magnitude_kernels.cpu.threads import meet, take
 
@@ -54,7 +54,7 @@ def run_step(f: Any, thread: int, threads: int) -> None:
 
 @compiled
 def _matrix(f: Any, layer: int, which: int) -> int:
-    return f.weights + (layer * MATRICES + which) * 32
+    return int(f.weights + (layer * MATRICES + which) * 32)
 
 
 @compiled

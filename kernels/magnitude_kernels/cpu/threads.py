@@ -61,7 +61,9 @@ class Team:
         self._ended = threading.Semaphore(0)
         self._call: Callable[[int], None] | None = None
         for index, start in enumerate(self._start, 1):
-            threading.Thread(target=self._serve, args=(index, start), daemon=True, name=f"magnitude-cpu-{index}").start()
+            threading.Thread(
+                target=self._serve, args=(index, start), daemon=True, name=f"magnitude-cpu-{index}"
+            ).start()
 
     def run(self, call: Callable[[int], None]) -> None:
         """Has every thread call `call` with its number, this one with 0; returns when all have."""

@@ -32,7 +32,7 @@ CONFIG = LlamaConfig(
 
 def decoder_of(dtype: torch.dtype) -> Decoder:
     """Returns the native decoder."""
-    return build_decoder(RandomLlama(CONFIG, 0, dtype), "native", CONTEXT, CPU, 0, lambda fraction: None)
+    return build_decoder(RandomLlama(CONFIG, 0, dtype), "native", CONTEXT, CPU, lambda fraction: None)
 
 
 def with_kernels(decoder: Decoder) -> Decoder:
