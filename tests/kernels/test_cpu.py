@@ -111,11 +111,11 @@ def test_rows_are_normalised_gated_turned_and_narrowed() -> None:
     _gate(h.ctypes.data, weight.ctypes.data, out.ctypes.data, 72)
     assert np.allclose(out, wide / (1 + np.exp(-wide)) * weight, rtol=1e-5, atol=1e-7)
 
-    x, cosine, sine = random(32), random(32), random(32)
-    low, high = x[:16].astype(np.float64), x[16:].astype(np.float64)
-    expected = np.concatenate([low * cosine[:16] + high * sine[:16], high * cosine[16:] + low * sine[16:]]) * 0.5
-    _turn(x.ctypes.data, cosine.ctypes.data, sine.ctypes.data, 32, 0.5)
-    assert np.allclose(x, expected, rtol=1e-5, atol=1e-6)
+    for size in (8, 24, 64):
+        x, cosine, sine = random(size), random(size), random(size)
+        expected = (x.astype(np.float64) * cosine + np.roll(x, size // 2).astype(np.float64) * sine) * 0.5
+        _turn(x.ctypes.data, cosine.ctypes.data, sine.ctypes.data, size, 0.5)
+        assert np.allclose(x, expected, rtol=1e-5, atol=1e-6)
 
     narrow = np.empty(72, np.uint16)
     _narrow(h.ctypes.data, narrow.ctypes.data, 72)

@@ -72,12 +72,12 @@ class Emitter:
         """Returns eight constant integers; one stands for eight of it."""
         return ir.Constant(WIDE, list(values) * (LANES // len(values)))
 
-    def spread(self, value: Value) -> Value:
+    def spread(self, value: Value, lanes: int = LANES) -> Value:
         """Returns a float32 or int32 in all lanes."""
-        kind = ir.VectorType(value.type, LANES)
+        kind = ir.VectorType(value.type, lanes)
         nothing = ir.Constant(kind, ir.Undefined)
         one = self.builder.insert_element(nothing, value, ir.Constant(INT32, 0))
-        return self.builder.shuffle_vector(one, nothing, self.integers(0))
+        return self.builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
 
     def spread_from(self, address: Value) -> Value:
         """Returns the float32 at an address in all lanes."""

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
+
 from magnitude_kernels.cpu.emit import FLOAT, LANES, Emitter, Value, written
+
+# Half a head is a multiple of four.
+_NARROW_LANES = 4
+_NARROW = ir.VectorType(FLOAT, _NARROW_LANES)
 
 
 def _for_each(write: Callable[..., None], places: int) -> Callable[..., Any]:
@@ -63,22 +69,22 @@ def _write_norm(e: Emitter, h: Value, weight: Value, out: Value, count: Value, e
 
 
 def _write_turn(e: Emitter, x: Value, cosine: Value, sine: Value, size: Value, factor: Value) -> None:
-    b, scale = e.builder, e.spread(factor)
+    b, scale = e.builder, e.spread(factor, _NARROW_LANES)
     half = b.udiv(size, e.index(2))
 
     def body(at: Value, _: list[Value]) -> list[Value]:
         low, high = e.times(at, 4), e.times(b.add(at, half), 4)
-        first, second = e.vector(e.at(x, low)), e.vector(e.at(x, high))
+        first, second = e.load(e.at(x, low), _NARROW), e.load(e.at(x, high), _NARROW)
 
         def turned(one: Value, other: Value, offset: Value) -> Value:
-            product = b.fmul(other, e.vector(e.at(sine, offset)))
-            return b.fmul(e.fma(one, e.vector(e.at(cosine, offset)), product), scale)
+            kept = b.fmul(one, e.load(e.at(cosine, offset), _NARROW))
+            return b.fmul(b.fadd(kept, b.fmul(other, e.load(e.at(sine, offset), _NARROW))), scale)
 
         e.store(turned(first, second, low), e.at(x, low))
         e.store(turned(second, first, high), e.at(x, high))
         return []
 
-    e.loop(half, LANES, [], body)
+    e.loop(half, _NARROW_LANES, [], body)
 
 
 # h, x, count: adds x to h.
