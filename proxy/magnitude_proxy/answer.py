@@ -35,6 +35,8 @@ Item = Taken | api.AnswerEvent
 EVENTS_AHEAD = 64
 STALL_S = 30.0
 LAST_WORD_S = 1.0
+# Bytes that asyncio takes for a connection without making its writer wait, whatever happened before.
+UNREAD = 16 * 1024
 LOCAL = "local"
 
 
@@ -326,6 +328,11 @@ class Outlet:
 
     async def write(self, data: bytes, seconds: float) -> None:
         """Sends `data`; raises ConnectionError when the client has left or does not read for `seconds`."""
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() + len(data) < UNREAD:
+            # It cannot come to a wait, so no timer is armed.
+            await self.response.write(data)
+            return
         try:
             async with asyncio.timeout(seconds):
                 await self.response.write(data)
