@@ -20,7 +20,7 @@ from aiohttp import StreamReader, web
 from magnitude_engine import api
 from magnitude_proxy.answer import STALL_S
 from magnitude_proxy.chat import tenant_salt
-from magnitude_proxy.errors import BadRequest, ProxyError
+from magnitude_proxy.errors import BadRequest, ProxyError, Unavailable
 from magnitude_proxy.identity import branch_name
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.session import SessionRecord
@@ -65,9 +65,9 @@ async def _known(request: web.Request) -> SessionRecord:
     """Returns the session that the path names; with the store away, as this process remembers it."""
     try:
         return await found(request)
-    except ProxyError as error:
+    except Unavailable:
         record = request.app[SURFACE].sessions.book.recall(tenant_salt(request), request.match_info["id"])
-        if error.code != store_down().code or record is None:
+        if record is None:
             raise
         return record
 
