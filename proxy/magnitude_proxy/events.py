@@ -13,9 +13,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
-from aiohttp import StreamReader, web
+from aiohttp import web
 
 from magnitude_engine import api
 from magnitude_proxy.answer import STALL_S
@@ -108,7 +109,14 @@ class _Ended(BadRequest):
     """The stream is not read any further."""
 
 
-async def lines(content: StreamReader) -> AsyncGenerator[list[bytes], None]:
+class Source(Protocol):
+    """Bytes as they come."""
+
+    async def readany(self) -> bytes:
+        """Returns what is there, none at the end."""
+
+
+async def lines(content: Source) -> AsyncGenerator[list[bytes], None]:
     """Yields the lines that came together, without their ends; the last line needs none.
 
     Raises:
