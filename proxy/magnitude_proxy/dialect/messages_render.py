@@ -183,5 +183,7 @@ def _block(part: Part, *, cut: bool) -> TextBlock | ToolUseBlock | None:
 
 
 def _invalid(part: Part) -> Unavailable:
-    message = f"the model called {part.name[:64]!r} with arguments that are no JSON object; try again"
-    return Unavailable(message, code="answer_invalid")
+    message = (
+        f"the model called {part.name[:64]!r} with arguments that are no JSON object; ask again, or in other words"
+    )
+    return Unavailable(message, code="answer_invalid", headers={"x-should-retry": "false"})

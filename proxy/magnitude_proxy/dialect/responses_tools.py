@@ -35,7 +35,7 @@ class Tools:
     Attributes:
         chat: their definitions in a chat.
         places: where each of these stands in the request.
-        dropped: places of tools that were left out.
+        dropped: the place of the first tool that was left out.
     """
 
     def __init__(self, given: Sequence[FlatTool]) -> None:
@@ -63,7 +63,7 @@ class Tools:
 
     def _take(self, tool: FlatTool, place: str) -> None:
         if tool.type.startswith(_WEB_SEARCH):
-            self.dropped.append(place)
+            self.dropped = self.dropped or [place]
         elif tool.type != "namespace":
             self._function(tool, place, None)
         elif not tool.name:
