@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Upload:
     async def __aenter__(self) -> Upload:
         port = self._made.proxy.running.bound.port
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
+        # Small, so that little is on its way when the proxy does not read.
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
         self.writer.write(self._head.encode())
         return self
 
