@@ -81,6 +81,25 @@ def read_response_request(
     tools = Tools(asked.tools or ())
     reading = _Reading(earlier)
     messages = reading.messages(asked.input)
+    dropped = (*_unheard(body, asked), *tools.dropped, *reading.dropped)
+    chat = Chat(_chat(body, asked, tools, messages), dropped, reading.refusal)
+    names = NAMES.of_tools(tools.places)
+    read = read_as_chat(chat, names, seed)
+    session = (asked.metadata or {}).get("session_id")
+    hints = msgspec.structs.replace(read.hints, metadata_session_id=session)
+    return ResponseAsked(
+        chat=dataclasses.replace(read, hints=hints, ignored=()),
+        wire=asked,
+        definitions=tuple(body.get("tools") or ()),
+        tools=tools,
+        names=names,
+        messages=tuple(messages),
+        dropped=dropped,
+    )
+
+
+def _chat(body: dict[str, Any], asked: ResponsesRequest, tools: Tools, messages: Sequence[Message]) -> dict[str, Any]:
+    """Returns the body of Chat Completions that the request is."""
     system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     chat: dict[str, Any] = {
         "model": asked.model or "",
@@ -95,21 +114,7 @@ def read_response_request(
     chat |= {name: body.get(name) for name in (*passed, "service_tier", "magnitude")}
     if LOGPROBS in (asked.include or ()):
         chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
-    given = {name: value for name, value in chat.items() if value is not None}
-    dropped = (*_unheard(body, asked), *tools.dropped, *reading.dropped)
-    names = NAMES.of_tools(tools.places)
-    read = read_as_chat(Chat(given, dropped, reading.refusal), names, seed)
-    session = (asked.metadata or {}).get("session_id")
-    hints = msgspec.structs.replace(read.hints, metadata_session_id=session)
-    return ResponseAsked(
-        chat=dataclasses.replace(read, hints=hints, ignored=()),
-        wire=asked,
-        definitions=tuple(body.get("tools") or ()),
-        tools=tools,
-        names=names,
-        messages=tuple(messages),
-        dropped=dropped,
-    )
+    return {name: value for name, value in chat.items() if value is not None}
 
 
 def _unheard(body: dict[str, Any], asked: ResponsesRequest) -> tuple[str, ...]:
