@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from magnitude_engine import api
-from magnitude_proxy.answer import Item, Script, Tally
+from magnitude_proxy.dialect.form import Item, Script, Tally
 from magnitude_proxy.dialect.gather import Gathering
 from magnitude_proxy.dialect.messages_replies import (
     BlockDelta,

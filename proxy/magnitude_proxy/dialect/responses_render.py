@@ -17,7 +17,7 @@ import msgspec
 
 from magnitude_engine import api
 from magnitude_proxy import sse
-from magnitude_proxy.answer import Item, Script, Tally
+from magnitude_proxy.dialect.form import Item, Script, Tally
 from magnitude_proxy.dialect.gather import Gathering
 from magnitude_proxy.dialect.parts import Change, Grown, Opened, Part, Parts
 from magnitude_proxy.dialect.responses_replies import (
