@@ -370,12 +370,18 @@ def test_a_formatted_answer_is_held_until_it_is_checked(model: LoadedModel, capl
 def test_calls_before_the_one_that_fails_stay(model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     many = api.ToolChoice(mode="required")
-    asked = [ask("required", MOVE, PICK, seed=seed, choice=many, max_tokens=400, n=2) for seed in range(4)]
+    asked = [
+        ask("required", MOVE, PICK, seed=seed, choice=many, max_tokens=400, n=2, logprobs=seed % 2 or None)
+        for seed in range(4)
+    ]
     told = uneven(checked(model, *asked), caplog)
     for each in told:
         for name, arguments in calls(each, 0) + calls(each, 1):
             assert _valid(arguments, POINT if name == "move" else UNEVEN)
-        assert each.usage.completion_tokens == len(each.ids(0) + each.ids(1))
+        ids = each.ids(0) + each.ids(1)
+        assert each.usage.completion_tokens == len(ids)
+        logprobs = [entry for delta in each.of(api.Delta) for entry in delta.logprobs]
+        assert len(logprobs) in (0, len([token for token in ids if token not in model.tokenizer.eos_ids]))
     again = [r.getMessage().split() for r in caplog.records if "once more" in r.message]
     twice = {(words[1], int(words[4])) for words in again}
     assert any(len(calls(each, i)) > 1 for each in told for i in (0, 1) if (each.started.request, i) in twice)
