@@ -54,7 +54,11 @@ def write_page(pages: torch.Tensor, page: int, payload: Payload) -> None:
 
 
 def move_slots(pages: torch.Tensor, moves: Sequence[Sequence[SlotMove]]) -> None:
-    """Moves the keys and values of single tokens, in order, for each sequence, within `pages`."""
+    """Moves the keys and values of single tokens of each sequence, in order, within `pages`, [2 * layers, pages, ...].
+
+    Raises:
+        ValueError: a slot is of two sequences, or is read after it was written.
+    """
     dispatch.compact(pages, lay_out(moves, pages.device))
 
 
