@@ -26,14 +26,15 @@ def failed(asked: api.Generate | api.Count | api.Register, error: MagnitudeError
     )
 
 
-def registered(register: api.Register, grammar: CompiledGrammar | None) -> api.Registered:
-    """Returns the event that tells what of a registration is compiled."""
+def registered(register: api.Register, grammar: CompiledGrammar | None, ahead: bool) -> api.Registered:
+    """Returns the event that tells what of a registration is compiled, and whether its prompt is computed ahead."""
     rules = {} if grammar is None or grammar.check is None else {r.tool: r.keywords for r in grammar.check.rules}
     return api.Registered(
         request=register.request,
         epoch=register.epoch,
         tools=tuple(api.RegisteredTool(name=tool.name, checked=rules.get(tool.name, ())) for tool in register.tools),
         ignored=() if grammar is None else grammar.ignored,
+        ahead=ahead,
     )
 
 

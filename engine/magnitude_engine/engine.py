@@ -135,10 +135,14 @@ class Engine:
     ) -> None:
         """Has what every prompt with these tools begins with computed ahead; `done` is called when that has ended.
 
-        The grammar of their calls is compiled meanwhile; `told` is called, on another thread, with how that went.
+        Where nothing is kept between requests that is at once. The grammar of their calls is compiled meanwhile;
+        `told` is called, on another thread, with how that went.
         """
         self._pool.submit(self._compile_ahead, register, told)
-        self._predictor.register(register, done)
+        if self._config.optimization_level == "off":
+            done()
+        else:
+            self._predictor.register(register, done)
 
     def end_session(self, end: api.EndSession) -> None:
         """Takes in that nothing more comes of a session or a branch."""
@@ -232,7 +236,9 @@ class Engine:
 
     def _compile_ahead(self, register: api.Register, told: Callable[[api.Registered | api.Failed], None]) -> None:
         try:
-            outcome: api.Registered | api.Failed = registered(register, self._model.constraints.prepare(register.tools))
+            grammar = self._model.constraints.prepare(register.tools)
+            ahead = self._config.optimization_level != "off"
+            outcome: api.Registered | api.Failed = registered(register, grammar, ahead)
         except MagnitudeError as error:
             # Whoever sends a request with these tools is told as well.
             names.worker_log.info("registered tools have no grammar: %s", error)

@@ -15,7 +15,7 @@ MagnitudeError
 │   ├── Overloaded           the queue is full (HTTP 429 with Retry-After)
 │   ├── NumericFailure       the model produced non-finite numbers for this request
 │   ├── GrammarFailure       a grammar was broken, or became too complex while it was followed
-│   ├── AnswerInvalid        the finished answer breaks what no grammar enforces of its schema; names it
+│   ├── AnswerInvalid        what was written, twice, breaks what no grammar enforces of its schema; names it
 │   └── WorkerLost           the worker ended or stopped answering
 └── ClientError              raised by MagnitudeClient
     ├── ConnectionFailed     the endpoint cannot be reached
@@ -132,7 +132,10 @@ class GrammarFailure(EngineError):
 
 
 class AnswerInvalid(EngineError):
-    """The finished answer breaks a keyword of its schema that no grammar enforces, or could not be checked."""
+    """What was written breaks a keyword of its schema that no grammar enforces, or could not be checked.
+
+    A client sees it only when a second try failed as well.
+    """
 
     code = "answer_invalid"
 

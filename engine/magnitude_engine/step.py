@@ -89,10 +89,10 @@ def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
     return StepBatch(column(ids), column(positions), column(slots), tuple(spans), column(logit_rows))
 
 
-def child(draft: DraftTree, node: int, token: int) -> int | None:
-    """Returns which node right below `node` has this token, where one does; -1 is the last known token."""
+def child(draft: DraftTree, node: int, token: int) -> int:
+    """Returns which node right below `node` (-1: the last known token) has this token; -1 where none has."""
     nodes = range(node + 1, len(draft))
-    return next((at for at in nodes if draft.parents[at] == node and draft.tokens[at] == token), None)
+    return next((at for at in nodes if draft.parents[at] == node and draft.tokens[at] == token), -1)
 
 
 def slot(lease: Lease, index: int) -> int:

@@ -34,7 +34,7 @@ from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.kv.pool import IntegrityError
-from magnitude_engine.kv.tensors import SlotMove, move_slots
+from magnitude_engine.kv.tensors import SlotMove
 from magnitude_engine.model.batch import KeyValueCache
 from magnitude_engine.model.runner import Runner
 from magnitude_engine.request import Emission, Sequence
@@ -107,10 +107,10 @@ class Stepper:
         if not work:
             return not self.waiting and self._compute_ahead(began)
         logits = self._forward(work)
-        moves: list[SlotMove] = []
+        moves: list[list[SlotMove]] = []
         accepted = sum(self._commit_all(verified, moves) for verified in self._sample(work, logits))
         # Pages may have changed hands meanwhile, but only admission, saving and the model read them.
-        move_slots(self._tensors.pages, moves)
+        self.cache.move([own for own in moves if own])
         self._measure(work, accepted, self._hooks.clock() - began)
         self.cache.save(SAVES_PER_STEP)
         return True
@@ -273,7 +273,7 @@ class Stepper:
         """Returns the choices whose next token is drawn from this sequence's logits."""
         return (sequence,) if sequence.width == 1 else self._job(sequence).sequences
 
-    def _commit_all(self, verified: Verified, moves: list[SlotMove]) -> int:
+    def _commit_all(self, verified: Verified, moves: list[list[SlotMove]]) -> int:
         """Follows a draft as far as the model says the same; returns how many of its tokens were right.
 
         Behind it come the tokens about which the grammar leaves no choice: they are known without being drawn.
@@ -282,15 +282,15 @@ class Stepper:
         sequence, draft, drawn = verified
         sequence.drafted += len(draft)
         accepted, node = 0, -1
+        moves.append([])
         while True:
             if not self._commit(sequence, drawn[node + 1]):
                 return accepted
-            found, lease = child(draft, node, sequence.tokens[-1]), sequence.lease
-            if found is None or lease is None:
+            node, lease = child(draft, node, sequence.tokens[-1]), sequence.lease
+            if node < 0 or lease is None:
                 break
-            node = found
             if node > accepted:
-                moves.append(SlotMove(slot(lease, lease.length + node - accepted), slot(lease, lease.length)))
+                moves[-1].append(SlotMove(slot(lease, lease.length + node - accepted), slot(lease, lease.length)))
             self.manager.advance(lease, 1)
             accepted += 1
             sequence.accepted += 1

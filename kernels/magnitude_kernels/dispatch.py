@@ -172,14 +172,14 @@ def verify(trees: Trees, drawn: torch.Tensor) -> Accepted:
     return verify_reference.verify(trees, drawn)
 
 
-def compact(cache: PageTensors, moves: SlotMoves, page_tokens: int) -> None:
+def compact(pages: torch.Tensor, moves: SlotMoves) -> None:
     """Moves single slots of every layer in place; see `compact.reference` for how moves come of accepted paths."""
-    if uses_kernel(cache.table):
+    if uses_kernel(pages):
         from magnitude_kernels.compact.triton import compact as compact_triton
 
-        compact_triton(cache, moves, page_tokens)
+        compact_triton(pages, moves)
     else:
-        compact_reference.compact(cache, moves, page_tokens)
+        compact_reference.compact(pages, moves)
 
 
 def gemv(x: torch.Tensor, weight: Packed) -> torch.Tensor:

@@ -10,88 +10,27 @@ that leaves, or does not read for `STALL_S`, cancels the work behind its answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Protocol
 
-import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy import sse
+from magnitude_proxy.dialect.form import Dialect, Events, Item, Script, Tally
+from magnitude_proxy.dialect.openai import OpenAI
 from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
-from magnitude_proxy.routing.route import Kind, Taken
 from magnitude_proxy.session import Lease, StepOutcome
 from magnitude_proxy.surface import Exchange, Surface
 from magnitude_proxy.telemetry import CACHED_TOKENS, COMPLETION_TOKENS, FIRST_TOKEN_SECONDS, PROMPT_TOKENS, proxy_log
 from magnitude_proxy.wire.intake import Asked
-from magnitude_proxy.wire.render import Body, ChatBody, ChatChunks, Chunks, Head, TextBody, TextChunks, is_content
-from magnitude_proxy.wire.replies import RouteNote
-
-Events = AsyncGenerator[Taken | api.AnswerEvent, None]
-Item = Taken | api.AnswerEvent
+from magnitude_proxy.wire.render import Head
 
 EVENTS_AHEAD = 64
 STALL_S = 30.0
 LAST_WORD_S = 1.0
+# Bytes that asyncio takes for a connection without making its writer wait, whatever happened before.
+UNREAD = 16 * 1024
 LOCAL = "local"
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the events so far say about the whole answer; `label` is empty before any route was taken."""
-
-    label: str = ""
-    reason: str | None = None
-    usage: api.Usage = field(default_factory=api.Usage)
-    finish: str = ""
-    tool_call: bool = False
-    content: bool = False
-
-    def see(self, item: Item) -> None:
-        """Takes the next event."""
-        if isinstance(item, api.Delta):
-            self.content = self.content or is_content(item)
-            self.tool_call = self.tool_call or bool(item.tool_calls)
-        elif isinstance(item, Taken):
-            self.label, self.reason = item
-        elif isinstance(item, api.Finished):
-            self.content = True
-            self.finish = item.reason
-        elif isinstance(item, api.Completed):
-            self.usage = item.usage
-
-
-class Script(Protocol):
-    """Turns events into the bytes of a stream; model, id and the route in the headers are fixed when it is made."""
-
-    def frames(self, batch: list[Item]) -> bytes:
-        """Returns the frames of all output in `batch`, which may be empty; the first call opens the stream."""
-
-    def ending(self, last: api.Completed | api.Failed) -> bytes:
-        """Returns the frames that end the stream."""
-
-    def broken(self, error: ProxyError) -> bytes:
-        """Returns the frames that end the stream with an error of the proxy itself."""
-
-
-class Dialect(Protocol):
-    """How the events of an answer are written for one kind of client.
-
-    Attributes:
-        keepalive: what a stream carries while there is nothing to say.
-        dropped: fields of the request that no route gets, for a response header.
-    """
-
-    keepalive: bytes
-    dropped: tuple[str, ...]
-
-    def body(self) -> Body:
-        """Returns what gathers the events into one JSON body."""
-
-    def script(self, head: Head, tally: Tally) -> Script:
-        """Returns what writes the events as a stream; `tally` goes on counting meanwhile."""
 
 
 class Answer:
@@ -247,61 +186,6 @@ class Answer:
         self._surface.sessions.commit(self._lease, outcome)
 
 
-class OpenAI:
-    """Chat Completions and Completions."""
-
-    keepalive = sse.KEEPALIVE
-    dropped: tuple[str, ...] = ()
-
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-
-    def body(self) -> Body:
-        """See `Dialect.body`."""
-        return ChatBody() if self._kind == "chat" else TextBody()
-
-    def script(self, head: Head, tally: Tally) -> Script:
-        """See `Dialect.script`."""
-        return OpenAIScript(head, self._kind, tally)
-
-
-class OpenAIScript:
-    """Chunks, one `data:` line each, and `[DONE]`."""
-
-    def __init__(self, head: Head, kind: Kind, tally: Tally) -> None:
-        self._chunks: Chunks = ChatChunks(head) if kind == "chat" else TextChunks(head)
-        self._tally = tally
-        self._told = tally.label
-
-    def frames(self, batch: list[Item]) -> bytes:
-        """See `Script.frames`."""
-        return b"".join(map(sse.format_event, self._payloads(batch)))
-
-    def ending(self, last: api.Completed | api.Failed) -> bytes:
-        """See `Script.ending`."""
-        if isinstance(last, api.Failed):
-            return self.broken(from_failed(last))
-        usage = self._chunks.usage(last.usage, self._note())
-        return (b"" if usage is None else sse.format_event(usage)) + sse.DONE
-
-    def broken(self, error: ProxyError) -> bytes:
-        """See `Script.broken`."""
-        return error_frame(error)
-
-    def _payloads(self, batch: list[Item]) -> Iterator[bytes]:
-        for item in batch:
-            if isinstance(item, api.Delta):
-                yield from self._chunks.delta(item)
-            elif isinstance(item, api.Finished):
-                yield from self._chunks.finished(item, self._note())
-
-    def _note(self) -> RouteNote | None:
-        """Returns the present route when the headers named another."""
-        if self._tally.label == self._told:
-            return None
-        return RouteNote(route=self._tally.label, fallback_reason=self._tally.reason)
-
-
 class Outlet:
     """The response of a stream: headers late, writes bounded in time."""
 
@@ -326,6 +210,11 @@ class Outlet:
 
     async def write(self, data: bytes, seconds: float) -> None:
         """Sends `data`; raises ConnectionError when the client has left or does not read for `seconds`."""
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() + len(data) < UNREAD:
+            # It cannot come to a wait, so no timer is armed.
+            await self.response.write(data)
+            return
         try:
             async with asyncio.timeout(seconds):
                 await self.response.write(data)
@@ -337,11 +226,6 @@ class Outlet:
     async def end(self) -> None:
         """Ends the stream."""
         await self.response.write_eof()
-
-
-def error_frame(error: ProxyError) -> bytes:
-    """Returns the event that ends a stream with an error."""
-    return sse.format_event(msgspec.json.encode(error.body()))
 
 
 async def pump(events: Events, put: Callable[[Item], Awaitable[None]]) -> None:

@@ -78,7 +78,7 @@ def run(config: ProxyConfig) -> int:
     check(config)
     logging.basicConfig(level=config.telemetry.log_level.upper(), format=LOG_FORMAT, handlers=[Lines(sys.stderr)])
     # LOG_FORMAT shows none of these, and finding them out is half of what a line costs.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = logging.logAsyncioTasks = False
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config))
     return 0

@@ -10,8 +10,9 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy.answer import EVENTS_AHEAD, Answer, Events, Item, pump
+from magnitude_proxy.answer import EVENTS_AHEAD, Answer, pump
 from magnitude_proxy.chat import steps, tenant_salt
+from magnitude_proxy.dialect.form import Events, Item
 from magnitude_proxy.identity import identify
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.routing.route import Taken

@@ -13,14 +13,15 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
-from aiohttp import StreamReader, web
+from aiohttp import web
 
 from magnitude_engine import api
 from magnitude_proxy.answer import STALL_S
 from magnitude_proxy.chat import tenant_salt
-from magnitude_proxy.errors import BadRequest, ProxyError
+from magnitude_proxy.errors import BadRequest, ProxyError, Unavailable
 from magnitude_proxy.identity import branch_name
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.session import SessionRecord
@@ -65,9 +66,9 @@ async def _known(request: web.Request) -> SessionRecord:
     """Returns the session that the path names; with the store away, as this process remembers it."""
     try:
         return await found(request)
-    except ProxyError as error:
+    except Unavailable:
         record = request.app[SURFACE].sessions.book.recall(tenant_salt(request), request.match_info["id"])
-        if error.code != store_down().code or record is None:
+        if record is None:
             raise
         return record
 
@@ -108,7 +109,14 @@ class _Ended(BadRequest):
     """The stream is not read any further."""
 
 
-async def lines(content: StreamReader) -> AsyncGenerator[list[bytes], None]:
+class Source(Protocol):
+    """Bytes as they come."""
+
+    async def readany(self) -> bytes:
+        """Returns what is there, none at the end."""
+
+
+async def lines(content: Source) -> AsyncGenerator[list[bytes], None]:
     """Yields the lines that came together, without their ends; the last line needs none.
 
     Raises:

@@ -15,8 +15,8 @@ from magnitude_proxy.chat import steps, tenant_salt
 from magnitude_proxy.dialect.parts import Part, Parts
 from magnitude_proxy.dialect.responses_render import ResponseAnswer
 from magnitude_proxy.dialect.responses_replies import Deleted, FunctionTool, ResponseReply, TextReply
-from magnitude_proxy.dialect.responses_requests import LOGPROBS, Message, ResponseAsked, read_response_request
-from magnitude_proxy.dialect.responses_wire import ResponsesRequest
+from magnitude_proxy.dialect.responses_requests import LOGPROBS, UNNAMED, Message, ResponseAsked, read_response_request
+from magnitude_proxy.dialect.responses_wire import ResponsesRequest, TextFormat
 from magnitude_proxy.errors import BadRequest, NotFound, Unavailable
 from magnitude_proxy.identity import identify
 from magnitude_proxy.middleware import read_body
@@ -81,7 +81,7 @@ def _answer(surface: Surface, salt: str, asked: ResponseAsked, name: str) -> Res
         return surface.catalogue.shown(asked.chat.model, label == LOCAL)
 
     keep = functools.partial(_keep, surface.sessions.responses, salt, asked.messages)
-    return ResponseAnswer(_opening(asked, name, int(surface.now())), asked.dropped, keep, shown, surface.now)
+    return ResponseAnswer(_opening(asked, name, int(surface.now())), asked, keep, shown, surface.now)
 
 
 async def _keep(
@@ -112,7 +112,7 @@ def _said(parts: Sequence[Part]) -> list[Message]:
 def _opening(asked: ResponseAsked, name: str, created: int) -> ResponseReply:
     """Returns the response before its first output: what the client asked for, with every default."""
     wire = asked.wire
-    text = None if wire.text is None or wire.text.format is None else msgspec.to_builtins(wire.text.format)
+    form = None if wire.text is None or wire.text.format is None else _told(wire.text.format)
     given: dict[str, Any] = {
         "instructions": wire.instructions,
         "max_output_tokens": wire.max_output_tokens,
@@ -123,14 +123,20 @@ def _opening(asked: ResponseAsked, name: str, created: int) -> ResponseReply:
         "safety_identifier": wire.safety_identifier,
         "store": wire.store,
         "temperature": wire.temperature,
-        "text": None if text is None else TextReply(format={k: v for k, v in text.items() if v is not None}),
+        "text": None if form is None else TextReply(format=form),
         "tool_choice": wire.tool_choice,
-        "tools": tuple(map(_tool, asked.tools)),
+        "tools": tuple(map(_tool, asked.definitions)),
         "top_logprobs": wire.top_logprobs if LOGPROBS in (wire.include or ()) else None,
         "top_p": wire.top_p,
     }
     present = {field: value for field, value in given.items() if value is not None}
     return ResponseReply(id=name, created_at=created, status="in_progress", model=asked.chat.model, **present)
+
+
+def _told(form: TextFormat) -> dict[str, Any]:
+    """Returns the form of the text as the response shows it; a schema has a name there."""
+    given = {name: value for name, value in msgspec.to_builtins(form).items() if value is not None}
+    return {"name": UNNAMED, **given} if form.type == "json_schema" else given
 
 
 def _tool(given: dict[str, Any]) -> FunctionTool | dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
@@ -88,7 +88,7 @@ class Telemetry:
 
     def __init__(self, config: TelemetryConfig, chance: Callable[[], float] = random.random) -> None:
         """`chance` gives numbers in [0, 1) that choose the requests that are traced."""
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._counters = {
             m.name: _Children(Counter(*_described(m), registry=self._registry)) for m in TABLE if m.kind == "counter"
@@ -158,7 +158,7 @@ class _Children(Generic[Family]):
     """The time series of one metric; looking them up here is several times cheaper than asking its family."""
 
     def __init__(self, family: Family) -> None:
-        self._family = family
+        self._family: Family = family
         self._known: dict[tuple[str, ...], Family] = {}
 
     def of(self, labels: dict[str, str]) -> Family:
@@ -192,14 +192,8 @@ class _Gauge(Collector):
         return GaugeMetricFamily(f"{PREFIX}_{self._metric.name}", self._metric.help, labels=self._metric.labels)
 
 
-class _NoSpan(AbstractContextManager[None]):
-    """Stands in where nothing is traced."""
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_NO_SPAN = _NoSpan()
+# Stands in where nothing is traced.
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 def _described(metric: Metric) -> tuple[str, str, tuple[str, ...]]:

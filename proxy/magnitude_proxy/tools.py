@@ -51,12 +51,12 @@ class ToolsReply(Reply, frozen=True, kw_only=True):
 
     Attributes:
         ignored_keywords: keywords that assert nothing, because no standard defines them, with their place.
-        prefix: the prompt's beginning is computed when nothing else runs.
+        prefix: `queued`, the prompt's beginning is computed when nothing else runs; `off`, this server keeps nothing.
     """
 
     data: tuple[ToolReply, ...]
     ignored_keywords: tuple[str, ...]
-    prefix: Literal["queued"] = "queued"
+    prefix: Literal["queued", "off"]
     object: Literal["list"] = "list"
 
 
@@ -71,7 +71,9 @@ async def tools(request: web.Request) -> web.Response:
     surface.telemetry.count(TOOLS_REGISTERED, status="refused" if isinstance(told, api.Failed) else "compiled")
     if isinstance(told, api.Failed):
         raise refusal(told, asked.tools)
-    reply = ToolsReply(data=tuple(map(_tool, told.tools)), ignored_keywords=told.ignored)
+    reply = ToolsReply(
+        data=tuple(map(_tool, told.tools)), ignored_keywords=told.ignored, prefix="queued" if told.ahead else "off"
+    )
     return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
 
 

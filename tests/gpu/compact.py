@@ -9,7 +9,6 @@ import torch
 
 from magnitude_kernels import dispatch
 from magnitude_kernels.compact.reference import lay_out
-from magnitude_kernels.kv_copy.reference import PageTensors
 from testkit.gpu import Case
 from testkit.paging import PAGE_TOKENS, compacted, random_cache, raw
 
@@ -33,11 +32,11 @@ def check(device: torch.device) -> list[str]:
     """Returns which moves leave other bytes than Python's."""
     wrong = []
     for heads, dtype in (((1, 2), torch.float32), ((3, 80), torch.bfloat16), ((33, 64), torch.float32)):
-        cache = [tensor.to(device) for tensor in random_cache(6, 40, heads, dtype, seed=heads[1])]
+        cache = torch.stack(random_cache(6, 40, heads, dtype, seed=heads[1])).to(device)
         moves = [_path(sequence) for sequence in range(20)] + [[], [(639, 639), (620, 638), (630, 620)]]
         expected = compacted(cache, [move for own in moves for move in own])
-        dispatch.compact(PageTensors.of(cache), lay_out(moves, device), PAGE_TOKENS)
-        if raw(cache) != expected:
+        dispatch.compact(cache, lay_out(moves, device))
+        if raw(tuple(cache)) != expected:
             wrong.append(f"moves in slots of {heads} {dtype}")
     return wrong
 
@@ -52,14 +51,13 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def _case(name: str, cache: torch.Tensor, sequences: int) -> Case:
-    view = PageTensors.of(tuple(cache))
     pairs = [_path(sequence) for sequence in range(sequences)]
     moves = lay_out(pairs, cache.device)
     moving = torch.tensor([move for own in pairs for move in own if move[0] != move[1]], device=cache.device)
     slots = cache.flatten(1, 2)
 
     def kernel(turn: int) -> tuple[()]:
-        dispatch.compact(view, moves, PAGE_TOKENS)
+        dispatch.compact(cache, moves)
         return ()
 
     def plain(turn: int) -> torch.Tensor:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from magnitude_kernels.gemv.reference import GROUP
-from magnitude_kernels.gemv.triton import BLOCK_N, COMBINED, NUM_WARPS, STAGES, add_kernel, product_kernel, stretches
+from magnitude_kernels.gemv.triton import (
+    AMD_STAGES,
+    BLOCK_N,
+    COMBINED,
+    NUM_WARPS,
+    STAGES,
+    add_kernel,
+    product_kernel,
+    stretches,
+)
 from testkit.triton_runs import TARGETS, Build
 
 NUMBERS = ("x_stride", "outputs", "groups")
@@ -24,18 +33,20 @@ def _product(kind: str, type_: str, inputs: int, outputs: int) -> Iterator[Build
         **dict.fromkeys(NUMBERS, "i32"),
     }
     for target in TARGETS:
+        amd = target[0] == "hip"
         constants: dict[str, int | bool | str | None] = {
             "GROUPS": shared.groups,
             "BITS": bits,
             "HAS_MINIMUM": minimum,
             "WIDE": False,
-            "PRECISION": "ieee" if target[0] == "hip" else "tf32x3",
+            "PRECISION": "ieee" if amd else "tf32x3",
             "BLOCK": BLOCK_N,
         }
         every = types | dict.fromkeys(constants, "constexpr")
         absent = {} if minimum else {"minimum_ptr": None}
         name = f"{kind}, {type_}, {inputs:,} x {outputs:,}"
-        yield Build(name, product_kernel, every, constants | absent, NUM_WARPS, STAGES, NUMBERS, (target,))
+        stages = AMD_STAGES if amd else STAGES
+        yield Build(name, product_kernel, every, constants | absent, NUM_WARPS, stages, NUMBERS, (target,))
 
 
 def _add(type_: str, number: int) -> Build:

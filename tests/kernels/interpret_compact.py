@@ -7,8 +7,7 @@ import torch
 
 from magnitude_kernels.compact.reference import SlotMoves, lay_out
 from magnitude_kernels.compact.triton import compact
-from magnitude_kernels.kv_copy.reference import PageTensors
-from testkit.paging import PAGE_TOKENS, compacted, random_cache, raw
+from testkit.paging import compacted, random_cache, raw
 
 CPU = torch.device("cpu")
 FALLING = [(70, 70), (33, 71), (34, 33), (2, 34), (3, 2)]
@@ -21,17 +20,17 @@ NOWHERE = 1 << 40
 )
 @pytest.mark.parametrize("moves", [[FALLING, [], [(20, 17)]], [[]], [], [[(1, 1)]]], ids=lambda moves: str(len(moves)))
 def test_moves(moves: list[list[tuple[int, int]]], heads: tuple[int, int], dtype: torch.dtype) -> None:
-    tensors = random_cache(4, 5, heads, dtype, seed=len(moves))
-    expected = compacted(tensors, [move for own in moves for move in own])
+    pages = torch.stack(random_cache(4, 5, heads, dtype, seed=len(moves)))
+    expected = compacted(pages, [move for own in moves for move in own])
     laid_out = lay_out(moves, CPU)
     behind = torch.arange(laid_out.sources.shape[1]) >= laid_out.counts[:, None]
     poisoned = (column.masked_fill(behind, NOWHERE + i) for i, column in enumerate(laid_out[:2]))
-    compact(PageTensors.of(tensors), SlotMoves(*poisoned, laid_out.counts), PAGE_TOKENS)
-    assert raw(tensors) == expected
+    compact(pages, SlotMoves(*poisoned, laid_out.counts))
+    assert raw(tuple(pages)) == expected
 
 
 def test_slots_of_more_words_than_a_program_moves_at_once() -> None:
-    tensors = random_cache(2, 2, (33, 64), torch.float32, seed=1)
-    expected = compacted(tensors, [(3, 1), (4, 3)])
-    compact(PageTensors.of(tensors), lay_out([[(3, 1), (4, 3)]], CPU), PAGE_TOKENS)
-    assert raw(tensors) == expected
+    pages = torch.stack(random_cache(2, 2, (33, 64), torch.float32, seed=1))
+    expected = compacted(pages, [(3, 1), (4, 3)])
+    compact(pages, lay_out([[(3, 1), (4, 3)]], CPU))
+    assert raw(tuple(pages)) == expected

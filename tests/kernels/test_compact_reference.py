@@ -7,7 +7,6 @@ import torch
 
 from magnitude_kernels import dispatch
 from magnitude_kernels.compact.reference import lay_out, path_moves
-from magnitude_kernels.kv_copy.reference import PageTensors
 from testkit.accepting import step
 from testkit.paging import PAGE_TOKENS, compacted, random_cache, raw
 
@@ -18,24 +17,24 @@ FALLING = [(70, 70), (33, 71), (34, 33), (2, 34), (3, 2)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_moves_apply_one_after_the_other(dtype: torch.dtype) -> None:
-    tensors = random_cache(6, 5, (3, 80), dtype, seed=1)
+    pages = torch.stack(random_cache(6, 5, (3, 80), dtype, seed=1))
     moves = [FALLING, [], [(20, 17)]]
-    expected = compacted(tensors, [move for own in moves for move in own])
-    dispatch.compact(PageTensors.of(tensors), lay_out(moves, CPU), PAGE_TOKENS)
-    assert raw(tensors) == expected
-    dispatch.compact(PageTensors.of(tensors), lay_out([], CPU), PAGE_TOKENS)
-    assert raw(tensors) == expected
+    expected = compacted(pages, [move for own in moves for move in own])
+    dispatch.compact(pages, lay_out(moves, CPU))
+    assert raw(tuple(pages)) == expected
+    dispatch.compact(pages, lay_out([], CPU))
+    assert raw(tuple(pages)) == expected
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_accepted_path_is_brought_together(seed: int) -> None:
     given = step([17, 0, 5, 1, 30], seed)
-    tensors = random_cache(2, 6, (1, 2), torch.float32, seed)
+    pages = torch.stack(random_cache(2, 6, (1, 2), torch.float32, seed))
     slots = torch.randperm(6 * PAGE_TOKENS, generator=torch.Generator().manual_seed(seed))[: given.drawn.numel()]
-    before = tensors[1].flatten(0, 1).clone().view(torch.int32)
+    before = pages[1].flatten(0, 1).clone().view(torch.int32)
     accepted = dispatch.verify(given.trees, given.drawn)
-    dispatch.compact(PageTensors.of(tensors), path_moves(slots, given.trees, accepted), PAGE_TOKENS)
-    after = tensors[1].flatten(0, 1).view(torch.int32)
+    dispatch.compact(pages, path_moves(slots, given.trees, accepted))
+    after = pages[1].flatten(0, 1).view(torch.int32)
 
     moved = 0
     for first, nodes, count in zip(given.trees.starts.tolist(), *map(torch.Tensor.tolist, accepted[:2]), strict=False):
@@ -58,8 +57,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             lay_out(moves, CPU)
-    cache = PageTensors.of(random_cache(2, 3, (1, 2), torch.float32, seed=2))
-    with pytest.raises(ValueError, match="does not divide into 7 slots"):
-        dispatch.compact(cache, lay_out([[(1, 0)]], CPU), 7)
+    pages = torch.stack(random_cache(2, 3, (1, 2), torch.float32, seed=2))
+    with pytest.raises(ValueError, match="contiguous tensor"):
+        dispatch.compact(pages.transpose(1, 2), lay_out([[(1, 0)]], CPU))
     with pytest.raises(ValueError, match="of the same sequences"):
-        dispatch.compact(cache, lay_out([[(1, 0)]], CPU)._replace(counts=torch.tensor([1, 1])), PAGE_TOKENS)
+        dispatch.compact(pages, lay_out([[(1, 0)]], CPU)._replace(counts=torch.tensor([1, 1])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Upload:
     async def __aenter__(self) -> Upload:
         port = self._made.proxy.running.bound.port
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
+        # Small, so that little is on its way when the proxy does not read.
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
         self.writer.write(self._head.encode())
         return self
 
@@ -146,6 +149,48 @@ async def test_a_stream_that_passes_a_limit_ends(
             answers.append(await upload.answer())
         assert answers[-2]["error"]["code"] == "invalid_value"
         assert answers[-1]["rejected"] == (3 if limit == "MAX_FAULTS" else 0)
+
+
+async def test_a_worker_that_does_not_read_holds_the_client_back(made: Agents) -> None:
+    made.worker.reading.clear()
+    sent = [line("tool_output_delta", text=f"{number:06}" + "x" * 16_000) for number in range(300)]
+
+    async with Upload(made) as upload:
+
+        async def push() -> None:
+            for each in sent:
+                upload.send(each)
+                await upload.writer.drain()
+            upload.send(b"")
+
+        pushing = asyncio.create_task(push())
+        await until(lambda: made.proxy.running.surface.turnstile.busy)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert not pushing.done()
+        assert made.worker.news == []
+        made.worker.reading.set()
+        await pushing
+        assert (await upload.answer())["delivered"] == 300
+    await until(lambda: sum(text.count("x") for *_, text in told(made)) == 4_800_000)
+    assert [text[:6] for *_, text in told(made)] == sorted(text[:6] for *_, text in told(made))
+
+
+async def test_lines_are_the_same_wherever_the_bytes_are_split() -> None:
+    data = '{}\n\n{"text": "é"}\r\n  \n{"last": 1}'.encode()
+
+    class Pieces:
+        def __init__(self, cuts: tuple[int, ...]) -> None:
+            ends = (*cuts, len(data))
+            self.rest = [data[a:b] for a, b in zip((0, *cuts), ends, strict=True) if a < b]
+
+        async def readany(self) -> bytes:
+            return self.rest.pop(0) if self.rest else b""
+
+    for first in range(len(data)):
+        for second in range(first, len(data), 5):
+            batches = [batch async for batch in events_module.lines(Pieces((first, second)))]
+            assert [each for batch in batches for each in batch] == data.split(b"\n")
 
 
 async def test_a_client_that_leaves_leaves_nothing_behind(made: Agents) -> None:

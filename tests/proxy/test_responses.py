@@ -206,6 +206,29 @@ async def test_an_upstream_gets_the_chat(tmp_path: Path) -> None:
     assert stub.requests[2].body["messages"] == [{"role": "user", "content": [image]}]
 
 
+async def test_functions_of_a_namespace(tmp_path: Path) -> None:
+    clock = {"type": "namespace", "name": "clock", "description": "Time", "tools": [{**TOOL, "name": "now"}]}
+    said: list[Action] = [started(), call(0, "c0", "clock__now", "{}"), finished(reason="stop"), completed()]
+    route = ScriptedRoute("local", [said])
+    before = [
+        {"type": "function_call", "call_id": "c", "name": "now", "namespace": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "noon"},
+    ]
+    choice = {"type": "function", "name": "now"}
+    async with routing(worker_and_upstream(tmp_path), route) as proxy:
+        body = (await ask(proxy, tools=[clock, TOOL], input=before, tool_choice=choice)).json
+        events = checked_events(await ask(proxy, tools=[clock, TOOL], stream=True))
+    given = route.seen[0].request.input
+    assert isinstance(given, api.ChatInput)
+    assert [tool.name for tool in given.tools] == ["clock__now", "weather"]
+    assert given.tool_choice.name == given.messages[0].tool_calls[0].name == "clock__now"
+    assert (body["output"][0]["name"], body["output"][0]["namespace"]) == ("now", "clock")
+    assert body["tools"][0] == clock
+    done = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert [event["name"] for event in done] == ["now"]
+    assert anonymous(events[-1]["response"])["output"] == anonymous(body)["output"]
+
+
 @pytest.mark.parametrize("kind", ["memory", "valkey"])
 async def test_a_conversation_goes_on_from_what_is_kept(tmp_path: Path, kind: str) -> None:
     if kind == "memory":
@@ -339,6 +362,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tools": [{"type": "web_search"}, {**TOOL, "name": "a b"}]}, "tools[1].name"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),

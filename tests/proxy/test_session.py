@@ -164,6 +164,19 @@ async def test_flushed_between_open_and_commit(tmp_path: Path) -> None:
         assert await sessions.commit(new, ANSWER)
 
 
+async def test_nobody_waits_for_a_commit_and_all_find_it(tmp_path: Path, telemetry: Telemetry) -> None:
+    async with store.server("valkey", tmp_path) as server:
+        async with sessions_on(server.url, tmp_path, telemetry) as sessions:
+            sessions.commit(await sessions.open(who()), TOOL)
+            second = await sessions.open(who())
+            assert (second.step, second.record.finish_reason) == (1, TOOL.finish_reason)
+            sessions.commit(second, ANSWER)
+        # Closing sends what was held back for company.
+        async with sessions_on(server.url, tmp_path) as sessions:
+            assert (await sessions.open(who())).step == 2
+    assert (counted(telemetry, "session_stale_commits"), counted(telemetry, "store_errors")) == (0, 0)
+
+
 @pytest.mark.slow
 async def test_a_promoted_replica_that_lost_writes_refuses_the_old_writer(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -98,3 +99,22 @@ async def test_with_the_store_away_nothing_is_said_of_sessions(tmp_path: Path) -
         for method, path in (("GET", "/sessions"), ("GET", f"/sessions/{shown}"), ("DELETE", "/sessions/run-1")):
             reply = await made.ask(method, path)
             assert (reply.status, reply.error["code"], reply.header("retry-after")) == (503, "store_unavailable", "1")
+
+
+async def test_expired_sessions_leave_the_list(tmp_path: Path) -> None:
+    async with agents(tmp_path, ttl_s=0.2) as made:
+        await made.step("run-1")
+        await asyncio.sleep(0.25)
+        last = await made.step("run-2")
+        assert [each["id"] for each in (await made.ask("GET", "/sessions")).json["data"]] == [last]
+        assert (await made.ask("GET", "/sessions/run-1")).error["code"] == "session_not_found"
+
+
+async def test_a_flushed_store_lists_what_goes_on(tmp_path: Path) -> None:
+    async with agents(tmp_path) as made:
+        shown = await made.step("run-1")
+        assert made.store is not None
+        await made.store.do("FLUSHALL")
+        assert (await made.ask("GET", "/sessions")).json["data"] == []
+        await made.step("run-1")
+        assert [each["id"] for each in (await made.ask("GET", "/sessions")).json["data"]] == [shown]

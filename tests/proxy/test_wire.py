@@ -128,6 +128,7 @@ def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:
         (b'{"model": "a", "model": "b"}', "model"),
         (b'{"a": {"b": 1, "b": 2}}', "b"),
         (b'{"text": "\\": ", "a": 1, "a": 2}', "a"),
+        (b'{"b\\\\": 1, "a": 1, "a": 2}', "a"),
         (b"[" * 100_000, None),
         (b'{"a": ' * 100_000, None),
         (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", None),

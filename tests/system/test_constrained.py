@@ -16,18 +16,18 @@ import jsonschema
 import pytest
 import torch
 
-from magnitude_engine import api
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.engine import Engine
 from magnitude_engine.model.loader import load_model
 from magnitude_engine.server import Server
 from magnitude_proxy.config import WorkerConfig
 from testkit import wire
-from testkit.engine import engine_config, generate, run
+from testkit.engine import engine_config, run
 from testkit.model import smollm2_path
 from testkit.proxy import Proxy, proxy_config, proxying
 from testkit.tiny import tiny_model
-from testkit.traces import OWN
+from testkit.traces import own_traces, public_traces
+from testkit.validity import Size, ask, judge, tool_sets
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -126,46 +126,24 @@ async def test_what_cannot_be_enforced_is_a_400_that_names_it(tmp_path: Path) ->
                 assert (reply.status, reply.error["param"]) == (400, param)
 
 
-def _fixture_tools() -> list[api.Tool]:
-    """Ten tools of the traces that come with the tests, each of another name."""
-    found: dict[str, api.Tool] = {}
-    for path in sorted(OWN.glob("*.jsonl")):
-        for line in path.read_text("utf-8").splitlines():
-            for tool in json.loads(line)["tools"]:
-                function = tool["function"]
-                found[function["name"]] = api.Tool(
-                    name=function["name"],
-                    description=function.get("description", ""),
-                    parameters=function["parameters"],
-                )
-    return list(found.values())[:10]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_call_of_the_real_model_satisfies_its_schema() -> None:
     torch.set_num_threads(2)
     config = EngineConfig(model_path=str(smollm2_path()), profile="packed", kv_memory_mb=256)
-    engine = Engine(load_model(config), config)
-    tools = _fixture_tools()
-    assert len(tools) == 10
-    requests = []
-    for i, tool in enumerate(tools):
-        question = f"Use the tool {tool.name} now. {tool.description}"
-        chat_input = api.ChatInput(
-            messages=(api.Message(role="user", content=question),),
-            tools=(tool, tools[(i + 1) % 10]),
-            tool_choice=api.ToolChoice(mode="required", parallel=False),
-        )
-        sampling = api.Sampling(temperature=0.8, seed=i)
-        requests.append(generate(chat_input, sampling=sampling, ignore_eos=False, max_tokens=400))
+    model = load_model(config)
+    small = [trace for trace in tool_sets(public_traces()) if len(trace.tools) < 5]
+    traces = tool_sets(own_traces())[:5] + list({trace.group: trace for trace in small}.values())
+    asked = [each for trace in traces for each in ask(trace, model, ("required", "begun"), Size(keep=32, cap=80))]
+    engine = Engine(model, config)
     try:
-        answers = run(engine, *requests)
+        answers = run(engine, *(each.request for each in asked))
     finally:
         engine.close()
-    for told in answers:
-        assert told.finish().reason == "tool_calls"
-        ((call,),) = [delta.tool_calls for delta in told.of(api.Delta) if delta.tool_calls]
-        (tool,) = [tool for tool in tools if tool.name == call.name]
-        jsonschema.validate(json.loads(call.arguments), tool.parameters)
-        assert told.usage.forced_tokens > 0
+    begin = model.prompts.tool_format.begin
+    judged = [judge(each, told, begin) for each, told in zip(asked, answers, strict=True)]
+    print(f"{sum(each.calls for each in judged)} complete calls, {sum(each.cut for each in judged)} cut off")
+    assert [each for each in judged if each.wrong or each.refused] == []
+    # Of what is not complete, the limit of tokens is the reason.
+    assert all(each.calls or each.cut for each in judged)
+    assert sum(each.calls for each in judged) > len(judged) / 2

@@ -50,11 +50,11 @@ def checksum(content: bytes) -> int:
     return total - 2**64 if total >> 63 else total
 
 
-def compacted(tensors: Sequence[torch.Tensor], moves: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Returns the bytes of each tensor after moving slots (source, target), one move after the other."""
+def compacted(pages: torch.Tensor, moves: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Returns the bytes of each tensor of `pages` after moving slots (source, target), one move after the other."""
     results = []
-    for content in raw(tensors):
-        size = len(content) // (tensors[0].shape[0] * PAGE_TOKENS)
+    for content in raw(tuple(pages)):
+        size = len(content) // (pages.shape[1] * PAGE_TOKENS)
         slots = [content[i : i + size] for i in range(0, len(content), size)]
         for source, target in moves:
             slots[target] = slots[source]

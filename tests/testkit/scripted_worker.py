@@ -49,6 +49,8 @@ REPORT = api.CacheReport(
 class ScriptedWorker:
     """Serves connections on a unix socket; `cancelled`, `generated`, `registered` and `news` keep what was asked.
 
+    It reads nothing while `reading` is not set.
+
     A registration with a tool named `bad` is refused; one of a tool named `slow` waits for `go_on`.
 
     Attributes:
@@ -63,6 +65,8 @@ class ScriptedWorker:
         self.registered: list[api.Register] = []
         self.news: list[api.ToolEvent | api.EndSession] = []
         self.go_on = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.reading.set()
         self.connections = 0
         self.report: api.CacheReport | None = REPORT
         self.inspected = 0
@@ -92,6 +96,7 @@ class ScriptedWorker:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 command = await frames.command()
+                await self.reading.wait()
                 if isinstance(command, api.Hello):
                     welcome = api.Welcome(protocol=self._protocol, incarnation="i", pid=os.getpid(), model=CARD)
                     writer.write(api.encode_frame(welcome))

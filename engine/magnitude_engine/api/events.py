@@ -193,12 +193,18 @@ class RegisteredTool(Frozen, frozen=True, kw_only=True):
 
 
 class Registered(Frozen, tag="registered", frozen=True, kw_only=True):
-    """The tools of a `Register` are compiled; `ignored` names keywords that assert nothing, with their place."""
+    """The tools of a `Register` are compiled.
+
+    Attributes:
+        ignored: keywords that assert nothing, with their place.
+        ahead: whether the prompt's beginning is computed ahead.
+    """
 
     request: str
     epoch: int
     tools: tuple[RegisteredTool, ...] = ()
     ignored: tuple[str, ...] = ()
+    ahead: bool = True
 
 
 AnswerEvent = Started | Progress | Delta | Finished | Completed | Failed

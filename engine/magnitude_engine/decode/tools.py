@@ -13,6 +13,7 @@ soon as the arguments begin, then the arguments' text as it comes.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -233,8 +234,9 @@ class ToolCallParser:
         """Returns the call that `body` is, if it is one."""
         try:
             written = msgspec.json.decode(body, type=_Written)
-            arguments: Any = msgspec.json.decode(written.arguments)
-        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            # A number beyond every range is JSON too, and a grammar may have written it.
+            arguments: Any = json.loads(bytes(written.arguments), parse_int=float, parse_constant=_no_constant)
+        except (msgspec.DecodeError, RecursionError, ValueError):
             return None
         if written.name not in self._names or not isinstance(arguments, dict):
             return None
@@ -242,6 +244,10 @@ class ToolCallParser:
         self._count += 1
         text = bytes(written.arguments).decode()
         return api.ToolCallDelta(index=index, id=self._ids(index), name=written.name, arguments=text)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _partial(text: str, marker: str) -> int:

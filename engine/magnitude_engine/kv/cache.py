@@ -13,7 +13,7 @@ from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.kv.blocks import BlockName
 from magnitude_engine.kv.lease import CacheKey, Lease
 from magnitude_engine.kv.manager import NOTHING, CacheManager
-from magnitude_engine.kv.tensors import apply_ops, read_page
+from magnitude_engine.kv.tensors import SlotMove, apply_ops, move_slots, read_page
 from magnitude_engine.kv.tiers import Fetch, Tiers
 from magnitude_kernels.kv_copy.reference import PageTensors
 
@@ -50,6 +50,11 @@ class PagedCache:
     def apply(self) -> None:
         """Carries out what the manager decided; to be called before each forward pass."""
         apply_ops(self.manager.take_ops(), self._pages, self._words, self.tiers.keep)
+
+    def move(self, moves: Sequence[Sequence[SlotMove]]) -> None:
+        """Moves single tokens of sequences, each in order; no slot is of two of them, or read after it was written."""
+        if moves:
+            move_slots(self._pages, moves)
 
     def save(self, pages: int) -> bool:
         """Begins to write up to `pages` retained pages back to disk; False when nothing more can be done now."""

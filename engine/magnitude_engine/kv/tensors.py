@@ -11,6 +11,7 @@ import torch
 from magnitude_engine.kv.blocks import BlockName
 from magnitude_engine.kv.pool import CacheOp, Fill, PageOp, Payload, Spill
 from magnitude_kernels import dispatch
+from magnitude_kernels.compact.reference import lay_out
 from magnitude_kernels.kv_copy.reference import ZEROS, PageMove, PageTensors
 
 
@@ -52,11 +53,13 @@ def write_page(pages: torch.Tensor, page: int, payload: Payload) -> None:
     target.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(pages.dtype).view(target.shape))
 
 
-def move_slots(pages: torch.Tensor, moves: Sequence[SlotMove]) -> None:
-    """Carries out moves of single tokens' keys and values, in order, within `pages`, [2 * layers, pages, ...]."""
-    slots = pages.flatten(1, 2)
-    for source, target in moves:
-        slots[:, target].copy_(slots[:, source])
+def move_slots(pages: torch.Tensor, moves: Sequence[Sequence[SlotMove]]) -> None:
+    """Moves the keys and values of single tokens of each sequence, in order, within `pages`, [2 * layers, pages, ...].
+
+    Raises:
+        ValueError: a slot is of two sequences, or is read after it was written.
+    """
+    dispatch.compact(pages, lay_out(moves, pages.device))
 
 
 def _move(op: PageOp) -> PageMove:

@@ -7,8 +7,7 @@ is kept, and what comes next expects it without gaps:
     afterwards  known | node 1 | node 3 | left over
 
 The rows of one slot, in every layer's keys and values, go from `source` to `target`. Along a path nodes rise, so
-a target never lies behind its source, and no slot is read after it was written: reading all first and moving one after
-the other are the same.
+a target never lies behind its source, and no slot is read after it was written.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from magnitude_kernels.kv_copy.reference import PageTensors
 from magnitude_kernels.verify.reference import Accepted, Trees
 
 
@@ -51,9 +49,9 @@ def lay_out(moves: Sequence[Sequence[tuple[int, int]]], device: torch.device) ->
                 raise ValueError(f"slot {slot} is moved for sequences {owners[slot]} and {sequence}: it belongs to one")
     width = max(map(len, moves), default=0)
     padded = [[*own, *[(0, 0)] * (width - len(own))] for own in moves]
-    columns = torch.tensor(padded, dtype=torch.int64).view(len(moves), width, 2).to(device)
+    columns = torch.tensor(padded, dtype=torch.int64).view(len(moves), width, 2).movedim(2, 0).contiguous().to(device)
     counts = torch.tensor([len(own) for own in moves], dtype=torch.int64, device=device)
-    return SlotMoves(columns[..., 0].contiguous(), columns[..., 1].contiguous(), counts)
+    return SlotMoves(columns[0], columns[1], counts)
 
 
 def path_moves(slots: torch.Tensor, trees: Trees, accepted: Accepted) -> SlotMoves:
@@ -68,27 +66,29 @@ def path_moves(slots: torch.Tensor, trees: Trees, accepted: Accepted) -> SlotMov
     return SlotMoves(slots[first + accepted.nodes], slots[(first + order).clamp(max=last)], accepted.counts)
 
 
-def compact(cache: PageTensors, moves: SlotMoves, page_tokens: int) -> None:
-    """Carries out `moves` in `cache`, whose pages have `page_tokens` slots; raises IndexError for a slot beyond it."""
-    size = slot_words(cache, moves, page_tokens)
-    counted = torch.arange(moves.sources.shape[1], device=moves.counts.device) < moves.counts[:, None]
-    sources, targets = moves.sources[counted], moves.targets[counted]
-    for words in cache.words:
-        slots = words.view(-1, size)
-        slots[targets] = slots[sources]
+def compact(pages: torch.Tensor, moves: SlotMoves) -> None:
+    """Carries out `moves` in `pages`, contiguous [tensors, pages, page_tokens, ...].
+
+    Raises:
+        IndexError: a slot lies beyond the pages.
+    """
+    check_moves(pages, moves)
+    slots = pages.flatten(1, 2)
+    for sources, targets, count in zip(*(column.tolist() for column in moves), strict=True):
+        for source, target in zip(sources[:count], targets[:count], strict=True):
+            slots[:, target].copy_(slots[:, source])
 
 
-def slot_words(cache: PageTensors, moves: SlotMoves, page_tokens: int) -> int:
-    """Returns the 32-bit words of a slot in one tensor; raises ValueError where moves or sizes do not fit."""
+def check_moves(pages: torch.Tensor, moves: SlotMoves) -> None:
+    """Raises ValueError where the moves are not of the same sequences, or the pages have gaps."""
     if moves.sources.shape != moves.targets.shape or moves.counts.shape != moves.sources.shape[:1]:
         shapes = [tuple(column.shape) for column in moves]
         raise ValueError(f"sources, targets and counts must be of the same sequences, not {shapes}")
-    if cache.page_words % page_tokens:
+    if pages.dim() < 4 or not pages.is_contiguous():
         raise ValueError(
-            f"a page of {cache.page_words} words does not divide into {page_tokens} slots of whole words: "
-            "a token's keys in one layer must have a multiple of 4 bytes"
+            f"compact needs one contiguous tensor [tensors, pages, page_tokens, ...], not {tuple(pages.shape)} "
+            f"with strides {pages.stride()}"
         )
-    return cache.page_words // page_tokens
 
 
 def _check(moves: Sequence[tuple[int, int]]) -> None:

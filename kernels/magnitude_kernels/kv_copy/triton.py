@@ -82,7 +82,7 @@ def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def base_of(table_ptr, tensor):  # type: ignore[no-untyped-def]
+def _base(table_ptr, tensor):  # type: ignore[no-untyped-def]
     """Returns the address of a tensor's words; `PageTensors` has checked that it is a multiple of 16."""
     return tl.multiple_of(tl.load(table_ptr + tensor).to(tl.pointer_type(tl.int32)), 16)
 
@@ -91,7 +91,7 @@ def base_of(table_ptr, tensor):  # type: ignore[no-untyped-def]
 def copy_kernel(table_ptr, moves_ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Carries out move `program_id(0)` (int64 [moves, 2], a negative source is zeros) in tensor `program_id(1)`."""
     move = tl.program_id(0)
-    base = base_of(table_ptr, tl.program_id(1))
+    base = _base(table_ptr, tl.program_id(1))
     source = tl.load(moves_ptr + 2 * move)
     target = tl.load(moves_ptr + 2 * move + 1)
     given = tl.where(source < 0, 0, WORDS)
@@ -115,7 +115,7 @@ def stage_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0).to(tl.int64)
     tensor = tl.program_id(1)
     before = tensor * WORDS
-    page_ptr = base_of(table_ptr, tensor) + tl.load(pages_ptr + number) * WORDS
+    page_ptr = _base(table_ptr, tensor) + tl.load(pages_ptr + number) * WORDS
     place_ptr = staging_ptr + (number * tl.num_programs(1) + tensor) * WORDS
     sums = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, WORDS, BLOCK):

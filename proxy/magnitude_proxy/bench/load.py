@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
@@ -224,7 +225,7 @@ async def run(spec: LoadSpec) -> LoadResult:
     load = Load(spec)
     clients = []
     for number in range(spec.connections):
-        _, client = await loop.create_connection(lambda number=number: Client(load, number), spec.host, spec.port)
+        _, client = await loop.create_connection(partial(Client, load, number), spec.host, spec.port)
         clients.append(client)
     await asyncio.sleep(spec.warm_s)
     load.counting = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 
 from magnitude_engine import api
-from magnitude_proxy.answer import Events, Item
+from magnitude_proxy.dialect.form import Events, Item
 from magnitude_proxy.dialect.parts import Interleaved, Parts
 from magnitude_proxy.dialect.translate import Names
 from magnitude_proxy.routing.route import Taken

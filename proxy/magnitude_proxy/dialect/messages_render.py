@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from magnitude_engine import api
-from magnitude_proxy.answer import Item, Script, Tally
+from magnitude_proxy.dialect.form import Item, Script, Tally
 from magnitude_proxy.dialect.gather import Gathering
 from magnitude_proxy.dialect.messages_replies import (
     BlockDelta,
@@ -183,5 +183,7 @@ def _block(part: Part, *, cut: bool) -> TextBlock | ToolUseBlock | None:
 
 
 def _invalid(part: Part) -> Unavailable:
-    message = f"the model called {part.name[:64]!r} with arguments that are no JSON object; try again"
-    return Unavailable(message, code="answer_invalid")
+    message = (
+        f"the model called {part.name[:64]!r} with arguments that are no JSON object; ask again, or in other words"
+    )
+    return Unavailable(message, code="answer_invalid", headers={"x-should-retry": "false"})

@@ -17,7 +17,7 @@ import msgspec
 
 from magnitude_engine import api
 from magnitude_proxy import sse
-from magnitude_proxy.answer import Item, Script, Tally
+from magnitude_proxy.dialect.form import Item, Script, Tally
 from magnitude_proxy.dialect.gather import Gathering
 from magnitude_proxy.dialect.parts import Change, Grown, Opened, Part, Parts
 from magnitude_proxy.dialect.responses_replies import (
@@ -36,7 +36,7 @@ from magnitude_proxy.dialect.responses_replies import (
     response_usage,
     token_replies,
 )
-from magnitude_proxy.dialect.responses_requests import NAMES
+from magnitude_proxy.dialect.responses_requests import ResponseAsked
 from magnitude_proxy.errors import ProxyError, from_failed
 from magnitude_proxy.wire.render import Body, Head
 
@@ -57,7 +57,7 @@ class ResponseAnswer(Gathering):
 
     Args:
         opening: the response before its first output; `store` says whether its client wants it kept.
-        dropped: see `Dialect`.
+        asked: the request.
         keep: keeps the complete response; returns whether that was done.
         shown: the model's name for the route that answers.
         now: gives Unix seconds.
@@ -68,18 +68,19 @@ class ResponseAnswer(Gathering):
     def __init__(
         self,
         opening: ResponseReply,
-        dropped: tuple[str, ...],
+        asked: ResponseAsked,
         keep: Keep,
         shown: Callable[[str], str],
         now: Callable[[], float],
     ) -> None:
-        super().__init__(NAMES)
+        super().__init__(asked.names)
         self._opening = opening
         self._keep = keep
         self._shown = shown
         self._now = now
         self._complete: ResponseReply | None = None
-        self.dropped = dropped
+        self.dropped = asked.dropped
+        self.called = asked.tools.called
 
     def body(self) -> Body:
         """See `Dialect.body`."""
@@ -123,7 +124,9 @@ class ResponseAnswer(Gathering):
             self._opening,
             status=status,
             model=self._shown(self.label),
-            output=tuple(output_item(name, part, end) for part, end in zip(parts, ends, strict=True)),
+            output=tuple(
+                output_item(name, part, end, self.called(part.name)) for part, end in zip(parts, ends, strict=True)
+            ),
         )
 
 
@@ -212,7 +215,9 @@ class ResponseScript:
 
     def _closed(self, part: Part, status: Status) -> Iterator[Event]:
         if part.kind == "call":
-            yield self._piece(part, "function_call_arguments.done", name=part.name, arguments=part.text)
+            yield self._piece(
+                part, "function_call_arguments.done", name=self._answer.called(part.name).name, arguments=part.text
+            )
         elif part.kind == "refusal":
             yield self._piece(part, "refusal.done", content_index=0, refusal=part.text)
         else:
@@ -227,7 +232,7 @@ class ResponseScript:
             type=f"response.output_item.{what}",
             sequence_number=next(self._numbers),
             output_index=part.index,
-            item=output_item(self._id, part, status),
+            item=output_item(self._id, part, status, self._answer.called(part.name)),
         )
 
     def _content(self, what: str, part: Part) -> ContentEvent:

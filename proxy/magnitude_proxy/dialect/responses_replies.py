@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from magnitude_engine import api
 from magnitude_proxy.dialect.parts import Part
+from magnitude_proxy.dialect.responses_tools import Called
 from magnitude_proxy.wire.replies import EngineFigures, Reply, TokenReply, logprobs_reply, usage_reply
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -45,6 +46,7 @@ class CallItem(Reply, frozen=True, kw_only=True, tag_field="type", tag="function
     name: str
     arguments: str
     status: Status
+    namespace: str | UnsetType = UNSET
 
 
 Content = TextContent | RefusalContent
@@ -211,13 +213,20 @@ def content(part: Part) -> Content:
     return TextContent(text=part.text, logprobs=token_replies(tuple(part.logprobs)))
 
 
-def output_item(response: str, part: Part, status: Status) -> OutputItem:
-    """Returns the item of a part so far; an item in progress is empty."""
+def output_item(response: str, part: Part, status: Status, called: Called) -> OutputItem:
+    """Returns the item of a part so far; an item in progress is empty. `called` is how the client knows a function."""
     name = item_id(response, part)
     begun = status == "in_progress"
     if part.kind == "call":
         arguments = "" if begun else part.text
-        return CallItem(id=name, call_id=part.id, name=part.name, arguments=arguments, status=status)
+        return CallItem(
+            id=name,
+            call_id=part.id,
+            name=called.name,
+            arguments=arguments,
+            status=status,
+            namespace=called.namespace or UNSET,
+        )
     return MessageItem(id=name, status=status, content=() if begun else (content(part),))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from magnitude_proxy.dialect.responses_wire import FlatTool, InputItem, ItemPart, ResponsesRequest, TextConfig
+from magnitude_proxy.dialect.responses_tools import Called, Tools
+from magnitude_proxy.dialect.responses_wire import InputItem, ItemPart, ResponsesRequest, TextConfig
 from magnitude_proxy.dialect.translate import Chat, Names, read_as_chat, refuse
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.wire.intake import Asked
@@ -32,8 +33,9 @@ NAMES = Names(
 LOGPROBS = "message.output_text.logprobs"
 # Fields that change nothing here, or that are heard by their meaning (a prefix is always cached).
 _SILENT = frozenset({"prompt_cache_retention", "prompt_cache_options", "include", "stream_options", "background"})
+# The name of a schema whose client gave it none.
+UNNAMED = "output"
 _TEXTS = ("input_text", "output_text", "text")
-_WEB_SEARCH = "web_search"
 
 Message = dict[str, Any]
 
@@ -45,14 +47,18 @@ class ResponseAsked:
     Attributes:
         chat: the chat that it is.
         wire: the request as it came.
-        tools: its tools as the client wrote them.
+        definitions: its tools as the client wrote them.
+        tools: its tools.
+        names: of its fields.
         messages: the conversation as chat messages, without the instructions.
         dropped: what of it no route gets.
     """
 
     chat: Asked
     wire: ResponsesRequest
-    tools: tuple[dict[str, Any], ...]
+    definitions: tuple[dict[str, Any], ...]
+    tools: Tools
+    names: Names
     messages: tuple[Message, ...]
     dropped: tuple[str, ...]
 
@@ -72,8 +78,28 @@ def read_response_request(
     for name in ("background", "conversation", "prompt"):
         if body.get(name):
             refuse(name, "is not served here; send the whole request and wait for its answer")
+    tools = Tools(asked.tools or ())
     reading = _Reading(earlier)
     messages = reading.messages(asked.input)
+    dropped = (*_unheard(body, asked), *tools.dropped, *reading.dropped)
+    chat = Chat(_chat(body, asked, tools, messages), dropped, reading.refusal)
+    names = NAMES.of_tools(tools.places)
+    read = read_as_chat(chat, names, seed)
+    session = (asked.metadata or {}).get("session_id")
+    hints = msgspec.structs.replace(read.hints, metadata_session_id=session)
+    return ResponseAsked(
+        chat=dataclasses.replace(read, hints=hints, ignored=()),
+        wire=asked,
+        definitions=tuple(body.get("tools") or ()),
+        tools=tools,
+        names=names,
+        messages=tuple(messages),
+        dropped=dropped,
+    )
+
+
+def _chat(body: dict[str, Any], asked: ResponsesRequest, tools: Tools, messages: Sequence[Message]) -> dict[str, Any]:
+    """Returns the body of Chat Completions that the request is."""
     system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     chat: dict[str, Any] = {
         "model": asked.model or "",
@@ -81,26 +107,14 @@ def read_response_request(
         "stream": bool(asked.stream),
         "max_completion_tokens": asked.max_output_tokens,
         "response_format": _format(asked.text),
-        "tool_choice": _choice(asked.tool_choice),
+        "tools": tools.chat or None,
+        "tool_choice": tools.choice(asked.tool_choice),
     }
     passed = ("temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user")
     chat |= {name: body.get(name) for name in (*passed, "service_tier", "magnitude")}
     if LOGPROBS in (asked.include or ()):
         chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())]
-    chat["tools"] = [tool for tool in tools if tool is not None] or None
-    given = {name: value for name, value in chat.items() if value is not None}
-    dropped = (*_unheard(body, asked), *reading.dropped)
-    read = read_as_chat(Chat(given, dropped, reading.refusal), NAMES, seed)
-    session = (asked.metadata or {}).get("session_id")
-    hints = msgspec.structs.replace(read.hints, metadata_session_id=session)
-    return ResponseAsked(
-        chat=dataclasses.replace(read, hints=hints, ignored=()),
-        wire=asked,
-        tools=tuple(body.get("tools") or ()),
-        messages=tuple(messages),
-        dropped=dropped,
-    )
+    return {name: value for name, value in chat.items() if value is not None}
 
 
 def _unheard(body: dict[str, Any], asked: ResponsesRequest) -> tuple[str, ...]:
@@ -110,8 +124,7 @@ def _unheard(body: dict[str, Any], asked: ResponsesRequest) -> tuple[str, ...]:
         names.remove("truncation")
     if asked.text is not None and asked.text.verbosity is not None:
         names.append("text.verbosity")
-    searches = (f"tools[{i}]" for i, tool in enumerate(asked.tools or ()) if tool.type.startswith(_WEB_SEARCH))
-    return (*names, *searches)
+    return tuple(names)
 
 
 class _Reading:
@@ -174,8 +187,9 @@ class _Reading:
         for name in ("call_id", "name", "arguments"):
             if getattr(item, name) is None:
                 raise BadRequest(f"{place}.{name} is missing", param=f"{place}.{name}")
+        name = Called(item.name or "", item.namespace).joined
         self._calls.add(item.call_id)
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": item.arguments}}
         last = self._messages[-1] if len(self._messages) > self._kept else None
         if last is not None and last["role"] == "assistant":
             last.setdefault("tool_calls", []).append(call)
@@ -209,26 +223,6 @@ def _text(part: ItemPart, place: str) -> str:
     return text
 
 
-def _tool(tool: FlatTool, place: str) -> dict[str, Any] | None:
-    """Returns the chat's form of a tool; None for a web search, which is left out and named in a header."""
-    if tool.type.startswith(_WEB_SEARCH):
-        return None
-    if tool.type != "function":
-        refuse(f"{place}.type", f"{tool.type[:64]!r} is not served here; only function tools are")
-    if not tool.name:
-        raise BadRequest(f"{place}.name is missing", param=f"{place}.name")
-    function = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
-
-
-def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
-    refuse("tool_choice.type", "must be function; use auto, none, required or one function's name")
-
-
 def _format(text: TextConfig | None) -> dict[str, Any] | None:
     form = None if text is None else text.format
     if form is None or form.type == "text":
@@ -237,5 +231,5 @@ def _format(text: TextConfig | None) -> dict[str, Any] | None:
         return {"type": "json_object"}
     if form.type != "json_schema":
         raise BadRequest("text.format.type must be one of text, json_object, json_schema", param="text.format.type")
-    described = {"name": form.name or "output", "schema": form.schema, "strict": form.strict}
+    described = {"name": form.name or UNNAMED, "schema": form.schema, "strict": form.strict}
     return {"type": "json_schema", "json_schema": {k: v for k, v in described.items() if v is not None}}

@@ -36,18 +36,20 @@ class InputItem(Wire, frozen=True, kw_only=True):
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
 
 
 class FlatTool(Wire, frozen=True, kw_only=True):
-    """A tool; only functions can be served."""
+    """A tool: a function, or a namespace of functions."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[FlatTool] | None = None
 
 
 class TextFormat(Wire, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -18,20 +19,34 @@ from magnitude_proxy.wire.intake import Asked, chat_asked
 
 _FIELD = re.compile(r"[A-Za-z_]+(?:\[\d+\])?(?:\.[A-Za-z_]+(?:\[\d+\])?)+|[a-z]+(?:_[a-z]+)+(?:\[\d+\])?")
 
+_TOOL = re.compile(r"^tools\[(\d+)\]")
+
 
 class Names:
     """Chat Completions' names of fields and the dialect's own: (pattern of the whole beginning, replacement)."""
 
     def __init__(self, *pairs: tuple[str, str]) -> None:
         self._pairs = [(re.compile(f"{pattern}(?![A-Za-z_])"), own) for pattern, own in pairs]
+        self._places: tuple[str, ...] = ()
+
+    def of_tools(self, places: Sequence[str]) -> Names:
+        """Returns the names for a request whose tools stand at `places`, in the chat's order."""
+        made = Names()
+        made._pairs, made._places = self._pairs, tuple(places)
+        return made
 
     def own(self, param: str) -> str:
         """Returns the dialect's name of a field."""
         for pattern, own in self._pairs:
             found = pattern.match(param)
             if found:
-                return found.expand(own) + param[found.end() :]
-        return param
+                param = found.expand(own) + param[found.end() :]
+                break
+        return _TOOL.sub(self._place, param)
+
+    def _place(self, tool: re.Match[str]) -> str:
+        index = int(tool[1])
+        return self._places[index] if index < len(self._places) else tool[0]
 
     def words(self, message: str) -> str:
         """Returns a message in which fields have the dialect's names; plain words stay, but for one that begins it."""

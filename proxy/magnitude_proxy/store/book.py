@@ -70,11 +70,17 @@ class SessionBook:
         self._link = link
         self._ttl_s = ttl_s
         self._indexed: OrderedDict[str, float] = OrderedDict()
+        self._trimmed: dict[str, float] = {}
 
     def opened(self, record: SessionRecord) -> None:
-        """Puts a session that was opened in the store into its tenant's list, once a minute at most."""
+        """Puts a session that was opened in the store into its tenant's list, once a minute at most.
+
+        As often, sessions that have expired or are too many leave the list.
+        """
         now, last = record.seen_s, self._indexed.get(record.session)
-        if self._link is None or (last is not None and 0 <= now - last < INDEX_EVERY_S):
+        # A first lease may follow a deletion, or a store that was flushed.
+        known = last is not None and record.epoch > 1 and 0 <= now - last < INDEX_EVERY_S
+        if self._link is None or known:
             return
         self._indexed[record.session] = now
         self._indexed.move_to_end(record.session)
@@ -82,6 +88,9 @@ class SessionBook:
             self._indexed.popitem(last=False)
         key = _list_key(record.tenant)
         self._link.tell("ZADD", key, now, record.session)
+        if 0 <= now - self._trimmed.get(record.tenant, -INDEX_EVERY_S) < INDEX_EVERY_S:
+            return
+        self._trimmed[record.tenant] = now
         self._link.tell("ZREMRANGEBYSCORE", key, "-inf", now - self._ttl_s - INDEX_EVERY_S)
         self._link.tell("ZREMRANGEBYRANK", key, 0, -MAX_LISTED - 1)
         self._link.tell("PEXPIRE", key, round((self._ttl_s + INDEX_EVERY_S) * 1000))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
+import torch
 
 from magnitude_engine import api
 from magnitude_engine.decode.grammar.state import DraftMasks, GrammarState
@@ -17,7 +19,11 @@ from magnitude_engine.engine import Engine
 from magnitude_engine.errors import GrammarFailure
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.request import Sequence
+from testkit.drafting import Oracle, drafted_by
 from testkit.engine import Recorder, alone, drain, engine_config, generate, run, submit
+from testkit.grammar import allowed
+from testkit.steps import Walk, step
+from testkit.steps import run as pages
 
 POINT: dict[str, Any] = {
     "type": "object",
@@ -175,6 +181,73 @@ def test_forced_tokens_change_nothing(model: LoadedModel, monkeypatch: pytest.Mo
     assert not any(r.usage.forced_tokens for r in plain)
 
 
+def masked(model: LoadedModel, request: api.Generate) -> list[int]:
+    """The greedy answer by definition: token by token, without an engine, the best that the mask allows."""
+    grammar = model.constraints.grammar(request)
+    state = None if grammar is None else grammar.begin()
+    walk = Walk(model.prompts.encode(request.input, 2048), pages(0, 1024))
+    cache = model.runner.allocate_cache(len(walk.pages))
+    output: list[int] = []
+    known = deque(request.resume[0].ids if request.resume else ())
+    while len(output) < (request.max_tokens or 0) and (not output or output[-1] not in model.tokenizer.eos_ids):
+        logits = step(model.runner, cache, [(walk, walk.left)])[0][-1]
+        if state is not None:
+            barred = torch.ones(len(logits), dtype=torch.bool)
+            barred[allowed(state.mask())] = False
+            logits = logits.masked_fill(barred, -torch.inf)
+        output.append(known.popleft() if known else int(logits.argmax()))
+        walk.ids.append(output[-1])
+        if state is not None:
+            state.accept(output[-1])
+    return output
+
+
+@pytest.fixture(scope="module")
+def greedy(model: LoadedModel) -> list[tuple[api.Generate, list[int]]]:
+    """Requests under grammars and without, with their answers by definition."""
+    plain = api.Sampling(temperature=0.0)
+    begun = api.Resume(choice=0, ids=tuple(model.tokenizer.encode("I <tool_call>")), chars=2)
+    requests = [
+        ask("required", MOVE, WAIT, sampling=plain, max_tokens=60),
+        ask("required", MOVE, sampling=plain, choice=api.ToolChoice(mode="required"), max_tokens=60),
+        ask("auto", MOVE, TURN, sampling=plain, choice=api.ToolChoice(), max_tokens=24),
+        ask("auto", MOVE, sampling=plain, choice=api.ToolChoice(), resume=(begun,), max_tokens=60),
+        *(form(wanted, max_tokens=48, sampling=plain) for wanted, _ in FORMATS),
+        generate("no form at all", max_tokens=24, ignore_eos=False),
+    ]
+    return [(request, masked(model, request)) for request in requests]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "batched"])
+@pytest.mark.parametrize("forward", [False, True], ids=["by token", "forward"])
+@pytest.mark.parametrize("errors", [None, 0.0, 0.3], ids=["plain", "drafts", "bad drafts"])
+def test_however_it_is_computed_it_is_plain_masked_decoding(
+    model: LoadedModel,
+    greedy: list[tuple[api.Generate, list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    errors: float | None,
+    forward: bool,
+    together: bool,
+) -> None:
+    if not forward:
+        monkeypatch.setattr(Sequence, "settled", lambda self: ())
+    prompts = [tuple(model.prompts.encode(request.input, 2048)) for request, _ in greedy]
+    answers = {(prompt, 0): ids for prompt, (_, ids) in zip(prompts, greedy, strict=True)}
+    forced = drafted = 0
+    for some in [greedy] if together else [[each] for each in greedy]:
+        engine = Engine(model, engine_config(optimization_level="off"), pages=400)
+        if errors is not None:
+            engine = drafted_by(Oracle(answers, errors), Engine(model, engine_config(), pages=400))
+        for told, (request, expected) in zip(run(engine, *(request for request, _ in some)), some, strict=True):
+            known = [token for resume in request.resume for token in resume.ids]
+            assert [*known, *told.ids()] == expected
+            forced += told.usage.forced_tokens
+            drafted += told.usage.accepted_tokens
+    assert (forced > 0) == forward
+    assert (drafted > 0) == (errors is not None)
+
+
 @pytest.mark.slow
 def test_choices_and_logprobs_follow_the_same_grammar(model: LoadedModel) -> None:
     both, told = answered(model, ask("required", MOVE, n=2), ask("required", MOVE, logprobs=1))
@@ -297,12 +370,18 @@ def test_a_formatted_answer_is_held_until_it_is_checked(model: LoadedModel, capl
 def test_calls_before_the_one_that_fails_stay(model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     many = api.ToolChoice(mode="required")
-    asked = [ask("required", MOVE, PICK, seed=seed, choice=many, max_tokens=400, n=2) for seed in range(4)]
+    asked = [
+        ask("required", MOVE, PICK, seed=seed, choice=many, max_tokens=400, n=2, logprobs=seed % 2 or None)
+        for seed in range(4)
+    ]
     told = uneven(checked(model, *asked), caplog)
     for each in told:
         for name, arguments in calls(each, 0) + calls(each, 1):
             assert _valid(arguments, POINT if name == "move" else UNEVEN)
-        assert each.usage.completion_tokens == len(each.ids(0) + each.ids(1))
+        ids = each.ids(0) + each.ids(1)
+        assert each.usage.completion_tokens == len(ids)
+        logprobs = [entry for delta in each.of(api.Delta) for entry in delta.logprobs]
+        assert len(logprobs) in (0, len([token for token in ids if token not in model.tokenizer.eos_ids]))
     again = [r.getMessage().split() for r in caplog.records if "once more" in r.message]
     twice = {(words[1], int(words[4])) for words in again}
     assert any(len(calls(each, i)) > 1 for each in told for i in (0, 1) if (each.started.request, i) in twice)

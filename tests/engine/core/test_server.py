@@ -202,6 +202,17 @@ def test_a_stale_socket_is_replaced_and_a_bad_place_refused(tmp_path: Path) -> N
         open_socket(tmp_path / ("x" * 200))
 
 
+def test_where_nothing_is_kept_nothing_is_computed_ahead(model: LoadedModel) -> None:
+    engine = Engine(model, engine_config(optimization_level="off"), pages=96)
+    done: list[bool] = []
+    told: list[api.Registered | api.Failed] = []
+    engine.register(api.Register(tenant="t", system="Be brief."), lambda: done.append(True), told.append)
+    engine.close()
+    (event,) = told
+    assert isinstance(event, api.Registered)
+    assert (event.ahead, done) == (False, [True])
+
+
 async def test_a_registration_is_told_what_is_compiled_and_what_cannot_be(path: Path) -> None:
     odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     good = (api.Tool(name="a", parameters={"type": "object"}), api.Tool(name="b", parameters=odd))

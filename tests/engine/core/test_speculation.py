@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from magnitude_engine import api, stepper
+from magnitude_engine import api
 from magnitude_engine.config import EngineConfig, Profile
 from magnitude_engine.engine import Engine
+from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.model import attention
 from magnitude_engine.model.loader import LoadedModel, load_model
 from testkit.drafting import Oracle, drafted_by
@@ -123,7 +124,7 @@ def a_node_sees_itself_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def paths_stay_where_they_were_computed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stepper, "move_slots", lambda *args: None)
+    patch.setattr(PagedCache, "move", lambda cache, moves: None)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def some_drafts_believed(patch: pytest.MonkeyPatch) -> None:
     right = stepper.Stepper._commit_all
     draws = random.Random(3)
 
-    def wrong(self: stepper.Stepper, verified: Verified, moves: list[SlotMove]) -> int:
+    def wrong(self: stepper.Stepper, verified: Verified, moves: list[list[SlotMove]]) -> int:
         drawn = list(verified.drawn)
         for parent, token in zip(verified.draft.parents, verified.draft.tokens, strict=True):
             if draws.random() < 0.125:

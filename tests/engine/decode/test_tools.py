@@ -53,6 +53,11 @@ def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]], list[tuple[str,
             "x",
             [("search", '{"q":"é \\ud83d\\ude00 😀"}')],
         ),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": [-2E+999, %s]}}</tool_call>' % ("9" * 5000),
+            "",
+            [("add", '{"a": [-2E+999, %s]}' % ("9" * 5000))],
+        ),
     ],
 )
 def test_calls(text: str, plain: str, calls: list[tuple[str, str]]) -> None:
@@ -77,6 +82,7 @@ def test_calls(text: str, plain: str, calls: list[tuple[str, str]]) -> None:
         '<tool_call>[{"name": "search", "arguments": {}}]</tool_call>',
         '<tool_call>{"name": "search", "arguments": {"a": 1,}}</tool_call>',
         '<tool_call>{"name": "search", "arguments": {"a": nul}}</tool_call>',
+        '<tool_call>{"name": "search", "arguments": {"a": NaN}}</tool_call>',
         '<tool_call>{"name": "search", "arguments": {"a": "\n"}}</tool_call>',
         '<tool_call>{"name": "search", "arguments": {"a": "\\x"}}</tool_call>',
         '<tool_call>{"name": "search", "arguments": {"a": 1]}</tool_call>',

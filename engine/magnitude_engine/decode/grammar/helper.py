@@ -156,7 +156,7 @@ def uncheckable(schema: Any) -> str:
                     re.compile(pattern)
     except referencing.exceptions.Unresolvable as error:
         return f"$ref {error.ref!r} does not resolve within the schema; put what it refers to under $defs"
-    except (re.error, OverflowError) as error:
+    except (re.error, OverflowError, RecursionError) as error:
         return f"a pattern cannot be read: {error}"
     return ""
 
