@@ -1,4 +1,4 @@
-"""The decoder on a tiny random model: exact in `reference`, close to it elsewhere."""
+"""The decoder on a tiny random model: exact in `reference` and `packed`, close to the first elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from magnitude_engine.model.batch import SequenceRows, StepBatch
+from magnitude_engine.model.runner import Runner
 from testkit.steps import Walk, in_chunks, run, step
 from testkit.tiny import TINY_VOCAB, tiny_model
 
@@ -16,23 +17,32 @@ def ids_of(seed: int, length: int = LENGTH) -> list[int]:
     return torch.randint(0, TINY_VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.fixture(scope="module", params=["reference", "packed"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """A model in each of the profiles in which a row has the same bits in any company."""
+    return tiny_model(profile=request.param).runner
+
+
 @pytest.fixture(scope="module")
-def expected() -> torch.Tensor:
-    """One-shot logits of the sequence `ids_of(1)` in `reference`."""
+def expected(runner: Runner) -> torch.Tensor:
+    """One-shot logits of the sequence `ids_of(1)`."""
+    return in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), [LENGTH])
+
+
+def one_shot() -> torch.Tensor:
+    """Returns the same in `reference`."""
     runner = tiny_model().runner
     return in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), [LENGTH])
 
 
 @pytest.mark.parametrize("sizes", [[1], [7], [13, 1, 64], [16], [127, 1, 1]], ids=str)
-def test_chunks_do_not_change_a_bit(sizes: list[int], expected: torch.Tensor) -> None:
-    runner = tiny_model().runner
+def test_chunks_do_not_change_a_bit(sizes: list[int], runner: Runner, expected: torch.Tensor) -> None:
     found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), sizes)
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("strangers", [1, 2, 3, 7])
-def test_neighbours_do_not_change_a_bit(strangers: int, expected: torch.Tensor) -> None:
-    runner = tiny_model().runner
+def test_neighbours_do_not_change_a_bit(strangers: int, runner: Runner, expected: torch.Tensor) -> None:
     cache = runner.allocate_cache(16 * (strangers + 1))
     others = [Walk(ids_of(50 + i, 40 + 17 * i), run(16 * (i + 1), LENGTH)) for i in range(strangers)]
     own = Walk(ids_of(1), run(0, LENGTH))
@@ -45,15 +55,25 @@ def test_neighbours_do_not_change_a_bit(strangers: int, expected: torch.Tensor) 
     assert torch.equal(torch.cat(rows), expected)
 
 
-def test_scattered_pages_do_not_change_a_bit(expected: torch.Tensor) -> None:
-    runner = tiny_model().runner
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_a_bit(threads: int, runner: Runner, expected: torch.Tensor) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        other = tiny_model(profile=runner.profile).runner
+        found = in_chunks(other, other.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), [140, 1, 9])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, expected)
+
+
+def test_scattered_pages_do_not_change_a_bit(runner: Runner, expected: torch.Tensor) -> None:
     pages = [9, 3, 14, 0, 7, 11, 1, 5, 13, 2]
     found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), pages), [33])
     assert torch.equal(found, expected)
 
 
-def test_garbage_past_the_context_is_never_read(expected: torch.Tensor) -> None:
-    runner = tiny_model().runner
+def test_garbage_past_the_context_is_never_read(runner: Runner, expected: torch.Tensor) -> None:
     cache = runner.allocate_cache(16)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(float("nan"))
@@ -61,8 +81,7 @@ def test_garbage_past_the_context_is_never_read(expected: torch.Tensor) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_shared_prefix_gives_the_same_bits(expected: torch.Tensor) -> None:
-    runner = tiny_model().runner
+def test_a_shared_prefix_gives_the_same_bits(runner: Runner, expected: torch.Tensor) -> None:
     cache = runner.allocate_cache(32)
     step(runner, cache, [(Walk(ids_of(1), run(0, LENGTH)), 64)])
     fork = Walk(ids_of(1), [*range(4), *range(20, 26)])
@@ -71,8 +90,7 @@ def test_a_shared_prefix_gives_the_same_bits(expected: torch.Tensor) -> None:
     assert torch.equal(found, expected[64:])
 
 
-def test_only_wanted_rows_go_through_the_head() -> None:
-    runner = tiny_model().runner
+def test_only_wanted_rows_go_through_the_head(runner: Runner) -> None:
     rows = torch.arange(20)
     everything = in_chunks(runner, runner.allocate_cache(2), Walk(ids_of(2, 20), (0, 1)), [20])
     for wanted in ([3, 19], []):
@@ -86,14 +104,16 @@ def test_only_wanted_rows_go_through_the_head() -> None:
     ("profile", "dtype", "tolerance"),
     [("native", torch.float32, 1e-5), ("native", torch.bfloat16, 0.05), ("packed", torch.float32, 0.05)],
 )
-def test_fast_profiles_stay_close(profile: str, dtype: torch.dtype, tolerance: float, expected: torch.Tensor) -> None:
+def test_fast_profiles_stay_close(profile: str, dtype: torch.dtype, tolerance: float) -> None:
+    expected = one_shot()
     runner = tiny_model(profile=profile, weight_dtype=dtype).runner  # type: ignore[arg-type]
     for pages in (run(0, LENGTH), [9, 3, 14, 0, 7, 11, 1, 5, 13, 2]):
         found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), pages), [100, 1, 9])
         assert relative_error(found, expected) < tolerance
 
 
-def test_fast_batches_stay_close(expected: torch.Tensor) -> None:
+def test_fast_batches_stay_close() -> None:
+    expected = one_shot()
     runner = tiny_model(profile="native").runner
     cache = runner.allocate_cache(32)
     own, other = Walk(ids_of(1), run(0, LENGTH)), Walk(ids_of(3), run(16, LENGTH))

@@ -79,9 +79,12 @@ def test_packed_stays_close_to_an_independent_computation(
             assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
 
 
-@pytest.mark.parametrize("sizes", [[1], [37], [64, 1, 7]], ids=str)
-def test_chunks_do_not_change_a_bit(sizes: list[int], reference: LoadedModel, prompts: list[list[int]]) -> None:
-    assert torch.equal(one_shot(reference, prompts[0][:90], sizes), one_shot(reference, prompts[0][:90]))
+@pytest.mark.parametrize("profile", ["reference", "packed"])
+def test_chunks_do_not_change_a_bit(profile: Profile, reference: LoadedModel, prompts: list[list[int]]) -> None:
+    model = reference if profile == "reference" else load(profile)
+    whole = one_shot(model, prompts[0][:90])
+    for sizes in ([1], [37], [64, 1, 7]):
+        assert torch.equal(one_shot(model, prompts[0][:90], sizes), whole), sizes
 
 
 @pytest.mark.parametrize("batch", [2, 3, 5, 8])
