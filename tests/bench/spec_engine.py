@@ -9,9 +9,10 @@ answer is forced on one engine after the other before the next comes, so that a 
 of them, and their order rotates. Times are those of the steps after an answer's first token.
 
 `sources` compares, by source: `own` (a session's own words only: each session is a tenant), `runs` (one tenant, so
-that earlier sessions are past runs), `wrong` (a proposer that promises 0.95 a token and is always wrong), and with
-`--draft` a draft model. `self` drafts with layers left out: by kind of answer, how many passes over the model's layers
-a token took, by share of the layers and by whether the controller may decide.
+that earlier sessions are past runs), `runs, at any cost` (all that is likelier than not is verified), `wrong` (a
+proposer that promises 0.95 a token and is always wrong), and with `--draft` a draft model. `self` drafts with layers
+left out: by kind of answer, how many passes over the model's layers a token took, by share of the layers and by
+whether the controller may decide.
 """
 
 from __future__ import annotations
@@ -174,6 +175,7 @@ class Bench:
             Contender("off", self._engine(speculation=False, draft_model_path=None), _one),
             Contender("own", self._engine(draft_model_path=None), _each),
             Contender("runs", self._engine(draft_model_path=None), _one),
+            Contender("runs, at any cost", _at_any_cost(self._engine(draft_model_path=None)), _one),
             Contender("wrong", _wrong(self._engine(draft_model_path=None)), _one),
         ]
         if self._model.draft is not None:
@@ -257,6 +259,12 @@ class _Counted:
         """Returns the figures of a kind; partial passes are counted over all kinds."""
         shown = f"{tally.steps / tally.tokens:.2f}" + (f", {self._part} partial passes in all" if kind == ALL else "")
         return {"layers": "as decided, with all proposers", "kind": kind, "first right": "", "passes per token": shown}
+
+
+def _at_any_cost(engine: Engine) -> Engine:
+    """Returns the engine with the rule of `reference`: it verifies what is likelier than not."""
+    engine._stepper.speculation.rule = FixedRule({})
+    return engine
 
 
 def _wrong(engine: Engine) -> Engine:
