@@ -64,9 +64,6 @@ class _Wrong:
         scores = tuple(0.95**depth for depth in range(1, 9))
         return DraftTree((NEVER,) * 8, tuple(range(-1, 7)), scores)
 
-    def observe(self, accepted: int, proposed: int) -> None:
-        """Learns nothing."""
-
 
 @dataclass(slots=True)
 class Tally:
