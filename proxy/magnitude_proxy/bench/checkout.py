@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,20 +88,18 @@ def _model(name: str) -> str:
         bar.close()
 
 
-def _arguments(bench: Bench) -> Callable[[argparse.ArgumentParser], None]:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", default="smollm2", metavar="NAME|PATH", help="a pulled name or a path")
-
-    return add
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME|PATH", help="a pulled name or a path")
 
 
 def _part(bench: Bench) -> Part:
+    paths = " and ".join(script.path for script in bench.scripts)
     return Part(
         name=bench.name,
         help=bench.help,
-        description=f"Measures {bench.help}. Runs {' and '.join(script.path for script in bench.scripts)} of a checkout "
-        "of the repository with their defaults; by themselves they take further options.",
-        add_arguments=_arguments(bench),
+        description=f"Measures {bench.help}. Runs {paths} of a checkout of the repository with their defaults; by "
+        "themselves they take further options.",
+        add_arguments=_add_arguments,
         run=lambda options: _run(bench, options),
     )
 
