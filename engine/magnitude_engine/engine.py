@@ -23,7 +23,8 @@ from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, Wor
 from magnitude_engine.inbox import Ahead, Hooks, Inbox, Job, JobKey, Question
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.predict import Predictor, Settled
-from magnitude_engine.request import PreparedRequest, RequestLimits, Sequence, prepare
+from magnitude_engine.prepared import PreparedRequest, RequestLimits, prepare
+from magnitude_engine.request import Sequence
 from magnitude_engine.scheduler import retry_after
 from magnitude_engine.stepper import Stepper
 

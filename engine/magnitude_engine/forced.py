@@ -10,6 +10,7 @@ itself. `ForcedStep`s come in as lines of JSON, `ForcedFigures` go out; the firs
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ class ForcedRunner(Runner):
 
     Attributes:
         script: prompt and answer of the sequence that runs; beyond it, logits are the model's.
-        passes, rows: forward passes so far, and their rows.
+        passes, rows: forward passes so far, and their rows; where some layers only are computed, a part of them.
     """
 
     def __init__(self, inner: Runner) -> None:
@@ -59,7 +60,8 @@ class ForcedRunner(Runner):
         """Computes the step, and then replaces its logits; those of some layers only stay the guess that they are."""
         output = self._inner.forward(batch, cache, layers)
         self.passes += 1
-        self.rows += batch.ids.numel()
+        part = 1.0 if layers is None else len(layers) / self.shape.layers
+        self.rows += math.ceil(part * batch.ids.numel())
         if layers is not None or not batch.logit_rows.numel():
             return output
         logits = output.logits.clone()

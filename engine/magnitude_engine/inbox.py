@@ -14,7 +14,8 @@ from magnitude_engine.draft.record import Use, decided, total
 from magnitude_engine.errors import RequestError, WorkerLost
 from magnitude_engine.kv.lease import Lease
 from magnitude_engine.predict import Settled
-from magnitude_engine.request import PreparedRequest, Sequence
+from magnitude_engine.prepared import PreparedRequest
+from magnitude_engine.request import Sequence
 
 
 class JobKey(NamedTuple):

@@ -173,6 +173,7 @@ class Answer:
         telemetry.count(PROMPT_TOKENS, usage.prompt_tokens, route=route)
         telemetry.count(CACHED_TOKENS, usage.cached_tokens, route=route)
         telemetry.count(COMPLETION_TOKENS, usage.completion_tokens, route=route)
+        telemetry.explain(_speculation(usage))
         outcome = StepOutcome(
             route=route,
             finish_reason=tally.finish,
@@ -184,6 +185,15 @@ class Answer:
             tracked=self._asked.tracked,
         )
         self._surface.sessions.commit(self._lease, outcome)
+
+
+def _speculation(usage: api.Usage) -> dict[str, int]:
+    """Returns who drafted how much, how much of it was right, and in how many steps was decided what, for a trace."""
+    told = {f"speculation.decided.{reason}": steps for reason, steps in usage.draft_decisions.items()}
+    for use in usage.speculation:
+        told[f"speculation.{use.name}.drafted"] = use.drafted
+        told[f"speculation.{use.name}.accepted"] = use.accepted
+    return told
 
 
 class Outlet:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
@@ -128,6 +128,13 @@ class Telemetry:
         if name == SPAN_REQUEST:
             return self._recorded(name, attributes) if self._chance() < self._ratio else _NO_SPAN
         return self._recorded(name, attributes) if self._open_spans and _traced() else _NO_SPAN
+
+    def explain(self, attributes: Mapping[str, str | int | float]) -> None:
+        """Adds attributes to the span that is open here; nothing where none is recorded."""
+        if self._open_spans:
+            from opentelemetry.trace import get_current_span
+
+            get_current_span().set_attributes(attributes)
 
     def exposition(self) -> bytes:
         """Returns all metrics in Prometheus text form."""

@@ -126,7 +126,6 @@ def replay(answer: Answer, proposer: SuffixProposer, limits: Limits, into: Figur
         tree = proposer.propose(known, limits)
         into.propose_s.append(time.perf_counter() - began)
         accepted = len(tree.follow(whole[len(known) : end - 1]))
-        proposer.observe(accepted, len(tree))
         known.extend(whole[len(known) : len(known) + accepted + 1])
         into.steps += 1
         into.tokens += accepted + 1

@@ -29,6 +29,7 @@ class Collector(HTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Taker)
         self.spans: list[tuple[str, bytes, bytes]] = []
+        self.attributes: dict[str, int] = {}
 
     @property
     def endpoint(self) -> str:
@@ -41,6 +42,7 @@ class Taker(BaseHTTPRequestHandler):
         if isinstance(self.server, Collector):
             for span in (s for r in told.resource_spans for scope in r.scope_spans for s in scope.spans):
                 self.server.spans.append((span.name, span.parent_span_id, span.span_id))
+                self.server.attributes |= {each.key: each.value.int_value for each in span.attributes}
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -73,6 +75,7 @@ async def test_only_the_spans_of_sampled_requests_are_made_and_sent() -> None:
                 await sampled.wait()
                 with telemetry.span(SPAN_STORE) as child:
                     assert (request, child) == (None, None)
+                telemetry.explain({"unsampled": 1})
             left.set()
 
         async def traced() -> None:
@@ -81,12 +84,15 @@ async def test_only_the_spans_of_sampled_requests_are_made_and_sent() -> None:
                 await left.wait()
                 with telemetry.span(SPAN_ATTEMPT, route="u0"):
                     pass
+                telemetry.explain({"speculation.suffix.drafted": 7})
 
         await asyncio.gather(unsampled(), traced())
         await asyncio.to_thread(telemetry.close)
         (attempt, parent, _), (request, root, own) = sorted(collector.spans)
     assert (attempt, request, root) == (SPAN_ATTEMPT, SPAN_REQUEST, b"")
     assert parent == own
+    assert collector.attributes["speculation.suffix.drafted"] == 7
+    assert "unsampled" not in collector.attributes
 
 
 def test_what_is_counted_is_shown_by_its_labels() -> None:

@@ -39,9 +39,6 @@ class _Written:
     def propose(self, context: Sequence[int], limits: Limits = DEFAULT_LIMITS) -> DraftTree:
         return self._tree
 
-    def observe(self, accepted: int, proposed: int) -> None:
-        """Learns nothing."""
-
 
 class _Speculation(Speculation):
     def __init__(self, context: int, drafter: Drafter) -> None:

@@ -38,7 +38,7 @@ class Ledger:
         """Returns room for the ids of `pages` pages."""
         return KeyValueCache.allocate(self.shape, pages, PAGE_TOKENS, self.cache_dtype, self.device)
 
-    def forward(self, batch: StepBatch, cache: KeyValueCache) -> StepOutput:
+    def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
         """Writes the step's ids, and reads back all of each sequence whose logits are wanted."""
         slots = cache.keys[0].view(-1)
         slots[batch.slots] = batch.ids.int()

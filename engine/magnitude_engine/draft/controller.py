@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from magnitude_engine.draft.costs import StepCosts
+from magnitude_engine.draft.costs import SMOOTHING, StepCosts
 from magnitude_engine.draft.guard import GRANT, MOST, Guard
 from magnitude_engine.draft.need import Need, Signs
 from magnitude_engine.draft.tree import DraftTree
@@ -145,6 +145,8 @@ class Controller:
     def __init__(self, costs: StepCosts, passes: Mapping[str, StepCosts] | None = None) -> None:
         self.costs = costs
         self.passes = dict(passes or {})
+        # What drafted rows take by what was measured for as many rows of a chain at the start.
+        self._dearer = 1.0
         self._need = Need()
         self._guards: dict[str, Guard] = {}
 
@@ -168,7 +170,7 @@ class Controller:
         expected = float(len(drafts))
         for count, (probability, _) in enumerate(ranked, 1):
             expected += probability
-            rate = expected / self.costs.of(base + count)
+            rate = expected / self._cost(base, count)
             if rate > best_rate:
                 best, best_rate = count, rate
         chosen = [0] * len(drafts)
@@ -192,9 +194,10 @@ class Controller:
         """Returns whether a pass is worth it, or is due as a trial."""
         if depth >= LONGEST_CHAIN or not gains:
             return False
-        rows = stage.base + stage.drafted
         token = self.costs.of(stage.base) / stage.sequences
-        price = self.passes[proposer].of(len(gains)) + self.costs.of(rows + len(gains)) - self.costs.of(rows)
+        more = stage.drafted + len(gains)
+        verifying = self._cost(stage.base, more) - self._cost(stage.base, stage.drafted)
+        price = self.passes[proposer].of(len(gains)) + verifying
         guard = self._guard(proposer)
         if PASS_WORTH * price >= token * len(gains) or not guard.affords(price / self.costs.of(1)):
             return False
@@ -212,13 +215,23 @@ class Controller:
 
     def observe(self, outcome: Outcome) -> None:
         """Takes in costs, and settles the accounts."""
-        self.costs.note(outcome.rows + outcome.drafted, outcome.seconds)
+        # A step with drafts says nothing of one without, or what makes drafts dear would make them look worth it.
+        if not outcome.drafted:
+            self.costs.note(outcome.rows, outcome.seconds)
         plain = self.costs.of(outcome.rows)
-        extra = self.costs.of(outcome.rows + outcome.drafted) - plain
+        extra = self._cost(outcome.rows, outcome.drafted) - plain
+        if outcome.drafted:
+            ratio = (outcome.seconds - plain) / max(extra, 0.01 * plain)
+            self._dearer *= min(2.0, max(0.5, ratio)) ** SMOOTHING
         for share in outcome.shares:
             spent = share.seconds + (extra * share.drafted / outcome.drafted if outcome.drafted else 0.0)
             balance = share.accepted / outcome.sequences - spent / plain
             self._guard(share.proposer).settle(share.promised, share.accepted, balance)
+
+    def _cost(self, base: int, drafted: int) -> float:
+        """Returns the seconds of a step of `base` rows with so many drafted ones."""
+        plain = self.costs.of(base)
+        return plain + self._dearer * (self.costs.of(base + drafted) - plain)
 
     def _guard(self, proposer: str) -> Guard:
         guard = self._guards.get(proposer)

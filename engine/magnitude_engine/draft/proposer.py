@@ -6,7 +6,7 @@ A proposer serves one sequence. Whatever it proposes is verified, so it can cost
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from magnitude_engine.draft.chains import LONGEST, Chains, Match
 from magnitude_engine.draft.corpus import RunCorpus
@@ -28,20 +28,6 @@ class Proposer(Protocol):
         From call to call a context only grows. An empty tree says that nothing is known.
         """
 
-    def observe(self, accepted: int, proposed: int) -> None:
-        """Takes note that of `proposed` nodes that were verified `accepted` were right."""
-
-
-class Tally(NamedTuple):
-    """What became of a proposer's nodes."""
-
-    accepted: int = 0
-    proposed: int = 0
-
-    def plus(self, accepted: int, proposed: int) -> Tally:
-        """Returns the sum."""
-        return Tally(self.accepted + accepted, self.proposed + proposed)
-
 
 class SuffixProposer:
     """Lets the sequence's own words and the tenant's past runs vote together (`vote.py`).
@@ -58,7 +44,6 @@ class SuffixProposer:
     ) -> None:
         self.index = SuffixIndex() if index is None else index
         self.trust = Trust() if trust is None else trust
-        self.tally = Tally()
         self._runs = runs
         self._ballot = NO_BALLOT
 
@@ -81,10 +66,6 @@ class SuffixProposer:
         self._ballot = vote(places, self.trust, limits)
         return self._ballot.tree
 
-    def observe(self, accepted: int, proposed: int) -> None:
-        """Counts; see `tally`."""
-        self.tally = self.tally.plus(accepted, proposed)
-
 
 class PredictionProposer:
     """Follows a text that the client expects as the answer (OpenAI's `prediction`).
@@ -96,7 +77,6 @@ class PredictionProposer:
 
     def __init__(self, prediction: Sequence[int], start: int) -> None:
         """`start` is the length of the prompt, which the answer follows."""
-        self.tally = Tally()
         self.trust = Trust()
         self._chains = Chains()
         self._chains.extend(prediction)
@@ -115,10 +95,6 @@ class PredictionProposer:
         followed = Match(self._chains.tokens, self._at, self._agreed)
         self._ballot = vote([followed] if self._at < len(self._chains) else [], self.trust, limits)
         return self._ballot.tree
-
-    def observe(self, accepted: int, proposed: int) -> None:
-        """Counts; see `tally`."""
-        self.tally = self.tally.plus(accepted, proposed)
 
     def _advance(self, tail: Sequence[int]) -> None:
         """Moves on behind the last token of `tail`."""

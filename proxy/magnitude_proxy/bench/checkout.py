@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,14 +46,18 @@ BENCHES = (
         (Script("tests/bench/replay.py"), Script("tests/bench/ttft.py")),
     ),
     Bench("grammar", "what grammars cost: compiling, masks, forced tokens", (Script("tests/bench/grammar.py"),)),
-    Bench("gpu", "the kernels, where there is a GPU", (Script("tests/gpu/run.py", model=False),)),
+    Bench(
+        "gpu",
+        "the kernels and the model's steps, where there is a GPU",
+        (Script("tests/gpu/run.py", model=False), Script("tests/bench/step.py", ("--profile", "native"))),
+    ),
 )
 
 
-def command(script: Script, model: str, further: Sequence[str]) -> list[str]:
+def command(script: Script, model: str) -> list[str]:
     """Returns the command line of a script, run from the checkout's root."""
     model_words = ("--model", model) if script.model else ()
-    return [sys.executable, script.path, *model_words, *script.words, *further]
+    return [sys.executable, script.path, *model_words, *script.words]
 
 
 def _run(bench: Bench, options: argparse.Namespace) -> int:
@@ -71,7 +74,7 @@ def _run(bench: Bench, options: argparse.Namespace) -> int:
     for script in bench.scripts:
         sys.stdout.write(f"## {script.path}\n\n")
         sys.stdout.flush()
-        status = subprocess.run(command(script, model, options.further), cwd=ROOT, check=False).returncode
+        status = subprocess.run(command(script, model), cwd=ROOT, check=False).returncode
         if status:
             return status
     return 0
@@ -85,21 +88,18 @@ def _model(name: str) -> str:
         bar.close()
 
 
-def _arguments(bench: Bench) -> Callable[[argparse.ArgumentParser], None]:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", default="smollm2", metavar="NAME|PATH", help="a pulled name or a path")
-        known = " and ".join(script.path for script in bench.scripts)
-        parser.add_argument("further", nargs="*", metavar="-- WORDS", help=f"further options of {known}")
-
-    return add
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME|PATH", help="a pulled name or a path")
 
 
 def _part(bench: Bench) -> Part:
+    paths = " and ".join(script.path for script in bench.scripts)
     return Part(
         name=bench.name,
         help=bench.help,
-        description=f"Measures {bench.help}. Runs from a checkout of the repository.",
-        add_arguments=_arguments(bench),
+        description=f"Measures {bench.help}. Runs {paths} of a checkout of the repository with their defaults; by "
+        "themselves they take further options.",
+        add_arguments=_add_arguments,
         run=lambda options: _run(bench, options),
     )
 

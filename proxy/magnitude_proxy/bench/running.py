@@ -21,7 +21,8 @@ from magnitude_engine.errors import MagnitudeError
 from magnitude_proxy.bench.contenders import VLLM_PACKAGES, Contender
 from magnitude_proxy.process import die_with_parent
 
-START_S = 900.0
+# vLLM compiles at its start, which takes long on a busy machine.
+START_S = 1800.0
 STOP_S = 20.0
 _POLL_S = 0.2
 _LOG_LINES = 6

@@ -104,13 +104,13 @@ def test_all_layers_are_always_right(model: LoadedModel, case: str) -> None:
     assert accepted == drafted
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["seeded", "several", "regex"])
 def test_another_model_changes_no_token(model: LoadedModel, other: LoadedModel, case: str) -> None:
     drafted, accepted = use(answered_alike(model, with_draft(model, other), request(**CASES[case])), "model")
     assert accepted < drafted
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["greedy", "penalties", "logprobs"])
 def test_half_the_layers_change_no_token(model: LoadedModel, case: str) -> None:
     drafted, accepted = use(answered_alike(model, with_layers(model, (0,)), request(**CASES[case])), "self")
     assert accepted < drafted

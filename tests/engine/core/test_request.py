@@ -10,7 +10,8 @@ from magnitude_engine import api
 from magnitude_engine.decode.sample import Drawn, RawLogprobs
 from magnitude_engine.errors import ContextTooLong, FeatureUnsupported, RequestError
 from magnitude_engine.model.loader import LoadedModel
-from magnitude_engine.request import Emission, Finish, PreparedRequest, RequestLimits, Sequence, prepare
+from magnitude_engine.prepared import PreparedRequest, RequestLimits, prepare
+from magnitude_engine.request import Emission, Finish, Sequence
 from testkit.engine import generate
 
 LIMITS = RequestLimits(context=64, max_n=4)

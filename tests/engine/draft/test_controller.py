@@ -292,6 +292,23 @@ def test_drafting_comes_back_when_promises_become_true(row_s: float, sequences: 
     assert again.speedup > 0.95 * honest.speedup
 
 
+def test_drafts_that_are_dearer_than_measured_are_dropped() -> None:
+    """Half of each draft is right, which would pay at the price that was measured, and not at what it really takes."""
+    controller = Controller(costs(0.0005))
+    counts: list[int] = []
+    for _ in range(300):
+        controller.begin()
+        offered = controller.offer("suffix", promise(0))
+        (count,) = controller.choose([offered.scores], 1)
+        counts.append(count)
+        right = count // 2
+        share = Share("suffix", count, sum(PROMISE[:count]), right)
+        controller.observe(Outcome(1, 1, PLAIN_S + 0.009 * count, count, (share,) if count else ()))
+    assert counts[0] > 8
+    seconds = sum(PLAIN_S + 0.009 * count for count in counts[100:])
+    assert (200 + sum(count // 2 for count in counts[100:])) / seconds * PLAIN_S > 0.97
+
+
 def test_a_trial_is_small() -> None:
     run = Simulation(0.001, {"suffix": 0.0})
     controller = run.controller()
