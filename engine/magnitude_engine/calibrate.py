@@ -14,7 +14,7 @@ from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
 from magnitude_engine.step import Rows, build_batch
 from magnitude_engine.telemetry import worker_log
 
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 4, 8, 16)
 DRAFT_ROWS = (1, 4)
 CONTEXT = 512
 ROUNDS = 2

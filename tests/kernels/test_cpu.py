@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.packed import pack
 from magnitude_kernels.cpu import attend, product, rows
-from magnitude_kernels.cpu.compiled import compiled
+from magnitude_kernels.cpu.compiled import compiled, usable
 from magnitude_kernels.cpu.emit import Emitter, Value, written
 from magnitude_kernels.cpu.threads import Team, meet, take
 
@@ -189,3 +191,11 @@ def test_threads_meet(threads: int) -> None:
         assert numbers[0] == 200 * threads
         assert numbers[2] == 0
     team.close()
+
+
+def test_compiled_code_is_kept_in_a_folder_of_ones_own_only(tmp_path: Path) -> None:
+    assert usable(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
+    (tmp_path / "file").touch()
+    assert not usable(tmp_path / "file" / "b")
+    assert not usable(Path("/proc/compiled"))
