@@ -122,7 +122,7 @@ def drain(engine: Engine, between: Callable[[], None] = lambda: None) -> None:
     engine.check_integrity()
 
 
-_answers: dict[tuple[str, bytes], Recorder] = {}
+_answers: dict[tuple[str, str, bytes], Recorder] = {}
 
 
 def alone(model: LoadedModel, request: api.Generate) -> Recorder:
@@ -131,7 +131,7 @@ def alone(model: LoadedModel, request: api.Generate) -> Recorder:
     The answer is kept for equal requests, whatever their ids.
     """
     nameless = msgspec.structs.replace(request, request="", session="", resume=())
-    key = (model.card.weights_hash, msgspec.msgpack.encode(nameless))
+    key = (model.card.weights_hash, model.card.profile, msgspec.msgpack.encode(nameless))
     if key not in _answers:
         engine = Engine(model, engine_config(prefill_chunk=4096, optimization_level="off"), pages=96)
         (_answers[key],) = run(engine, msgspec.structs.replace(request, resume=()))
