@@ -25,6 +25,7 @@ from magnitude_proxy.store.embedded import EmbeddedStore
 from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
 from magnitude_proxy.store.memory import MemoryStore
 from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcome, after
+from magnitude_proxy.store.responses import KeptResponses
 from magnitude_proxy.telemetry import (
     SPAN_STORE,
     STALE_COMMITS,
@@ -63,6 +64,7 @@ class Sessions:
 
     Attributes:
         book: the sessions as clients ask for them.
+        responses: the answers that clients may go on from.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Sessions:
             if url and url != IN_MEMORY
             else None
         )
-        self.book = SessionBook(self._memory, None if self._store is None else self, config.session_ttl_s)
+        link = None if self._store is None else self
+        self.book = SessionBook(self._memory, link, config.session_ttl_s)
+        self.responses = KeptResponses(link, config.session_ttl_s)
         telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
 
     @property
@@ -187,7 +191,7 @@ class Sessions:
                 pass
         return self._memory.get(session)
 
-    async def call(self, operation: str, *command: str | int | float) -> object:
+    async def call(self, operation: str, *command: str | int | float | bytes) -> object:
         """Runs one function of the store with its metrics; raises StoreDown."""
         if self._store is None:
             raise StoreDown("no store is configured")
@@ -201,7 +205,7 @@ class Sessions:
         self._telemetry.observe(STORE_SECONDS, time.perf_counter() - began, operation=operation)
         return reply
 
-    def tell(self, *command: str | int | float) -> None:
+    def tell(self, *command: str | int | float | bytes) -> None:
         """Sends a command whose reply nobody needs, or drops it while the store is down."""
         if self._store is not None:
             self._store.tell(*command)
