@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from magnitude_proxy.bench import latency, receipt, servers
 from magnitude_proxy.bench.latency import Cell, ProxyReceipt, Sample, SessionMemory
 from magnitude_proxy.bench.load import LIMIT_S, LoadResult, LoadSpec
 from magnitude_proxy.bench.part import Part
-from magnitude_proxy.bench.running import resident_mb
+from magnitude_proxy.bench.running import StartFailed, resident_mb
 from magnitude_proxy.bench.servers import LITELLM_VARIABLE, Server
 
 BODIES = (1024, 102_400)
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="magnitude-bench-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         upstream = stack.enter_context(servers.stub(folder))
-        running = [upstream, *(stack.enter_context(start(upstream, folder)) for start in starts)]
+        running = [upstream, *started(starts, upstream, folder, stack, skipped)]
         samples = tuple(measured(running, cells, options.rounds, options.seconds))
         held = next((server for server in running if server.name == "magnitude"), None)
         memory = None if held is None else session_memory(held, options.sessions)
@@ -97,7 +97,24 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(sample.result.failed for sample in samples) else 0
 
 
-def chosen(names: Sequence[str], place: Path | None, variable: str | None) -> tuple[list[Start], dict[str, str]]:
+def started(
+    starts: Mapping[str, Start], upstream: Server, folder: Path, stack: contextlib.ExitStack, skipped: dict[str, str]
+) -> Iterator[Server]:
+    """Yields the servers that start; why another product does not goes into `skipped`.
+
+    Raises:
+        StartFailed: this product does not start.
+    """
+    for name, start in starts.items():
+        try:
+            yield stack.enter_context(start(upstream, folder))
+        except StartFailed as error:
+            if name != "litellm":
+                raise
+            skipped[name] = error.message
+
+
+def chosen(names: Sequence[str], place: Path | None, variable: str | None) -> tuple[dict[str, Start], dict[str, str]]:
     """Returns how the named servers are started, all without names, and why some cannot be."""
     program = servers.find_litellm(place or (Path(variable) if variable else None))
     known: dict[str, Start | None] = {
@@ -105,7 +122,7 @@ def chosen(names: Sequence[str], place: Path | None, variable: str | None) -> tu
         "magnitude": servers.magnitude,
         "litellm": servers.litellm(program) if program else None,
     }
-    starts = [start for name, start in known.items() if start is not None and (not names or name in names)]
+    starts = {name: start for name, start in known.items() if start is not None and (not names or name in names)}
     skipped = {}
     if program is None and (not names or "litellm" in names):
         why = "no litellm here: install 'litellm[proxy]' into an environment of its own and name it with --litellm"
