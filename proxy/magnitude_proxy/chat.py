@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 
 import msgspec
 from aiohttp import web
@@ -29,7 +29,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     salt = tenant_salt(request)
     offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
-    answer_id = f"chatcmpl-{secrets.token_hex(16)}"
+    answer_id = f"chatcmpl-{random.getrandbits(128):032x}"
     step = steps(asked, lease, salt, answer_id, offer)[0]
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, surface.dispatcher.run(step))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import msgspec
@@ -29,7 +29,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     salt = tenant_salt(request)
     offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
-    answer_id = f"cmpl-{secrets.token_hex(16)}"
+    answer_id = f"cmpl-{random.getrandbits(128):032x}"
     runs = [surface.dispatcher.run(step) for step in steps(asked, lease, salt, answer_id, offer)]
     events = runs[0] if len(runs) == 1 else joined(runs, asked.generate.n)
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, events)
