@@ -77,7 +77,7 @@ def run(config: ProxyConfig) -> int:
         raise ConfigError("do not run with python -O: libraries that this server relies on check with assert")
     check(config)
     logging.basicConfig(level=config.telemetry.log_level.upper(), format=LOG_FORMAT, handlers=[Lines(sys.stderr)])
-    # LOG_FORMAT shows none of these, and finding them out is half of what a line costs.
+    # LOG_FORMAT shows none of these, so none is looked up for every line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config))

@@ -48,7 +48,7 @@ class Pipe(asyncio.Protocol):
     def send(self, packed: bytes, *, urgent: bool = True) -> asyncio.Future[object]:
         """Sends a command and returns where its reply goes; one that is not urgent goes with the next that is.
 
-        None waits longer than `HELD_S`. That halves what two commands cost: a system call each way, and the store's.
+        None waits longer than `HELD_S`. Two commands in one write save a system call each way, here and in the store.
         """
         self._unsent.append(packed)
         reply: asyncio.Future[object] = self._loop.create_future()
