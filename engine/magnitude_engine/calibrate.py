@@ -17,7 +17,7 @@ from magnitude_engine.telemetry import worker_log
 ROWS = (1, 2, 4, 8, 16)
 DRAFT_ROWS = (1, 4)
 CONTEXT = 512
-ROUNDS = 2
+ROUNDS = 5
 
 
 def rule(model: Pass, drafters: Sequences[Drafter], clock: Callable[[], float]) -> Controller | FixedRule:
