@@ -23,6 +23,8 @@ import jsonschema
 import torch
 from jsonschema.validators import validator_for
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from magnitude_engine import api
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.engine import Engine
@@ -56,6 +58,8 @@ def measure_tools(engine: Engine, model: LoadedModel, options: argparse.Namespac
         if not told.done:
             continue
         found = judge(each, told, model.prompts.tool_format.begin)
+        if told.failed is not None:
+            print(f"REFUSED {each.source}, {each.way}: {told.failed.code}: {told.failed.message[:200]}")
         rows[each.source, each.way].append((each, found))
         rows["all", each.way].append((each, found))
     _print(rows)
