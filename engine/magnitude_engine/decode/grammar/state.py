@@ -38,7 +38,6 @@ class GrammarState:
         self._buffer = torch.zeros(words, dtype=torch.int32)
         self._drafts = torch.zeros((0, words), dtype=torch.int32)
         self._current = False
-        self._taken = 0
         self._ends = 0
         self._run: tuple[int, ...] = ()
 
@@ -95,25 +94,8 @@ class GrammarState:
     def fork(self) -> GrammarState:
         """Returns an independent copy."""
         copy = GrammarState(self._matcher.deep_copy(), len(self._buffer), self._eos)
-        copy._taken, copy._ends = self._taken, self._ends
+        copy._ends = self._ends
         return copy
-
-    def rollback(self, count: int) -> None:
-        """Takes back the last `count` tokens.
-
-        Raises:
-            ValueError: negative, or more than were accepted.
-        """
-        if not 0 <= count <= self._taken + self._ends:
-            raise ValueError(f"cannot take back {count} of {self._taken + self._ends} tokens")
-        ends = min(count, self._ends)
-        self._ends -= ends
-        self._taken -= count - ends
-        if count > ends:
-            self._matcher.rollback(count - ends)
-            self._check()
-        self._current = self._current and not count
-        self._run = () if count else self._run
 
     def masks(self, draft: Sequence[int], parents: Sequence[int] | None = None) -> DraftMasks:
         """Returns the masks along a tree of tokens, as far as they allow it; the state stays as it is.
@@ -128,27 +110,25 @@ class GrammarState:
             self._drafts = torch.zeros((len(draft) + 1, len(self._buffer)), dtype=torch.int32)
         rows = self._drafts
         rows[0] = self.mask()
-        current, run = self._current, self._run
         allowed: list[int] = []
-        path, below = [-1], _below(parents)
-        waiting = below.get(-1, [])
-        try:
-            while waiting:
-                node = waiting.pop()
-                above = path.index(parents[node]) + 1
-                self.rollback(len(path) - above)
-                del path[above:]
-                if _allows(rows[parents[node] + 1], draft[node]):
-                    self._advance(draft[node])
-                    path.append(node)
-                    allowed.append(node)
-                    waiting += below.get(node, [])
-                    self._fill(rows[node + 1])
-        finally:
-            # After a failure nothing can be taken back, and nothing will be asked.
-            if not self._matcher.is_error():
-                self.rollback(len(path) - 1)
-        self._current, self._run = current, run
+        below = _below(parents)
+        # The library's `rollback` can leave a matcher whose masks allow what it then refuses, so that drafts are
+        # followed on copies, one for each way on.
+        waiting: list[tuple[int, GrammarState]] = [(-1, self)]
+        while waiting:
+            above, state = waiting.pop()
+            ways = [node for node in below.get(above, ()) if _allows(rows[above + 1], draft[node])]
+            for node in ways:
+                # The last way on takes the copy that led here.
+                following = state if state is not self and node == ways[-1] else state.fork()
+                try:
+                    following._advance(draft[node])
+                    following._fill(rows[node + 1])
+                except GrammarFailure:
+                    # The answer fails there too, if it comes there.
+                    continue
+                allowed.append(node)
+                waiting.append((node, following))
         return DraftMasks(rows[: len(draft) + 1], tuple(sorted(allowed)))
 
     def _fill(self, row: torch.Tensor) -> None:
@@ -167,7 +147,6 @@ class GrammarState:
             self._ends += 1
             return
         self._matcher.consume_token(token)
-        self._taken += 1
         self._check()
 
     def _check(self) -> None:
@@ -179,10 +158,10 @@ class GrammarState:
 
 
 def _below(parents: Sequence[int]) -> dict[int, list[int]]:
-    """Returns the nodes right below each node, the last one first."""
+    """Returns the nodes right below each node."""
     found: dict[int, list[int]] = {}
-    for node in reversed(range(len(parents))):
-        found.setdefault(parents[node], []).append(node)
+    for node, parent in enumerate(parents):
+        found.setdefault(parent, []).append(node)
     return found
 
 

@@ -122,12 +122,6 @@ def test_the_end_of_the_answer(compiler: GrammarCompiler, tokenizer: Tokenizer) 
     state.accept(end)
     assert (state.may_end, state.ended, state.forced()) == (True, True, ())
     assert set(allowed(state.mask())) == set(tokenizer.eos_ids)
-    fork = state.fork()
-    fork.rollback(1)
-    assert a in allowed(fork.mask())
-    assert a not in allowed(state.mask())
-    state.rollback(2)
-    assert allowed(state.mask()) == [a]
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +150,16 @@ def test_what_becomes_too_complex_on_the_way_is_a_typed_error(brittle: GrammarSt
     for ask in (state.mask, state.forced, lambda: state.may_end, lambda: state.masks(tokens)):
         with pytest.raises(GrammarFailure, match="too complex"):
             ask()
+
+
+def test_a_draft_ends_where_the_grammar_becomes_too_complex(brittle: GrammarState, tokenizer: Tokenizer) -> None:
+    state, tokens = brittle.fork(), tokenizer.encode("x" * 10 + "ab" * 40)
+    nodes = state.masks(tokens).allowed
+    assert nodes == tuple(range(len(nodes)))
+    assert 0 < len(nodes) < len(tokens)
+    take(state, tokens[: len(nodes)])
     with pytest.raises(GrammarFailure, match="too complex"):
-        brittle.fork().masks(tokens)
+        take(state, tokens[len(nodes) :])
 
 
 def test_drafts_are_cut_where_the_masks_cut_them(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -183,20 +185,16 @@ def test_drafts_are_cut_where_the_masks_cut_them(compiler: GrammarCompiler, toke
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(SCHEMAS)), seed=st.integers(0, 10**6))
-def test_steps_back_forks_and_drafts_are_exact(
+def test_forks_and_drafts_are_exact(
     data: st.DataObject, name: str, seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     grammar = compiler.compile(spec(SCHEMAS[name]))
     walker = Walker(tokenizer, seed)
     state, path = grammar.begin(), list[int]()
     for _ in range(data.draw(st.integers(1, 8))):
-        move = data.draw(st.sampled_from(["walk", "back", "fork", "draft"]))
+        move = data.draw(st.sampled_from(["walk", "fork", "draft"]))
         if move == "walk":
             path += walker.walk(state, data.draw(st.integers(1, 8)))
-        elif move == "back":
-            count = data.draw(st.integers(0, len(path)))
-            state.rollback(count)
-            del path[len(path) - count :]
         elif move == "fork":
             other = state.fork()
             for _ in walker.walk(state, 5):
@@ -222,13 +220,3 @@ def test_steps_back_forks_and_drafts_are_exact(
     assert torch.equal(fresh.mask(), state.mask())
     assert fresh.forced() == state.forced()
     assert (fresh.may_end, fresh.ended) == (state.may_end, state.ended)
-
-
-def test_stepping_back_too_far_is_an_error(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    state = compiler.compile(Regex(pattern="[ab]*")).begin()
-    state.accept(tokenizer.encode("a")[0])
-    for count in (-1, 2):
-        with pytest.raises(ValueError, match="take back"):
-            state.rollback(count)
-    state.rollback(1)
-    assert torch.equal(state.mask(), compiler.compile(Regex(pattern="[ab]*")).begin().mask())
