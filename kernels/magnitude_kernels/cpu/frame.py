@@ -157,10 +157,11 @@ def frame(model: Model, step: Step, space: Space) -> Any:
     Raises:
         ValueError: an array is not laid out row after row.
     """
-    for name, array in [*_arrays(model), *_arrays(step), *_arrays(space)]:
-        if not array.flags.c_contiguous:
-            raise ValueError(f"{name} must be contiguous")
-    at = {name: array.ctypes.data for name, array in [*_arrays(model), *_arrays(step), *_arrays(space)]}
+    arrays = [*_arrays(model), *_arrays(step), *_arrays(space)]
+    scattered = [name for name, array in arrays if not array.flags.c_contiguous]
+    if scattered:
+        raise ValueError(f"{scattered[0]} must be contiguous")
+    at = {name: array.ctypes.data for name, array in arrays}
     made = Frame(
         layers=len(step.layers),
         rows=step.h.shape[0],
