@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -425,13 +425,19 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_only(
 ) -> None:
     hard, other = ask("required", MOVE, n=2, max_tokens=90), form(FORMATS[1][0])
     (expected,) = answered(model, other)
-    follow = GrammarState.masks
+    follow, accept = GrammarState.masks, GrammarState.accept
+    taken: Counter[GrammarState] = Counter()
+
+    def counts(state: GrammarState, token: int) -> None:
+        taken[state] += 1
+        accept(state, token)
 
     def fails(state: GrammarState, draft: tuple[int, ...], parents: tuple[int, ...]) -> DraftMasks:
-        if state._taken > 20:
+        if taken[state] > 20:
             raise GrammarFailure("too complex")
         return follow(state, draft, parents)
 
+    monkeypatch.setattr(GrammarState, "accept", counts)
     monkeypatch.setattr(GrammarState, "masks", fails)
     broken, told, free = answered(model, hard, other, generate("free", max_tokens=40))
     assert broken.failed is not None
