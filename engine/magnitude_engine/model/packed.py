@@ -101,28 +101,28 @@ def arrange(batch: StepBatch) -> Arranged:
     begin = 0
     for sequence in batch.sequences:
         known, end = sequence.context - len(sequence.parents), sequence.start + sequence.count
-        slots.append(_slots(sequence.pages, known))
+        mine = _slots(sequence)
+        slots.append(mine[:known])
         for first in range(sequence.start, end, tile):
             count = min(tile, end - first)
             tiles.append((first, count, begin, known, int(positions[first : first + count].max())))
         begin += known
-        for row, path in _paths(sequence, known):
+        for row, path in _paths(sequence, mine[:known], mine[known:]):
             own[row] = known // attend.BLOCK * attend.BLOCK, begin
             slots.append(path)
             begin += len(path)
     return Arranged(np.concatenate(slots), np.array(tiles, np.int64), own)
 
 
-def _slots(pages: Sequence[int], tokens: int) -> frame.Indices:
-    """Returns the slot of each position."""
-    table = np.array(pages[: -(-tokens // PAGE_TOKENS)], np.int64)
-    return (table[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[:tokens]
+def _slots(sequence: SequenceRows) -> frame.Indices:
+    """Returns the slots of a sequence's keys, those of a draft tree's nodes last."""
+    table = np.array(sequence.pages[: -(-sequence.context // PAGE_TOKENS)], np.int64)
+    return (table[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[: sequence.context]
 
 
-def _paths(sequence: SequenceRows, known: int) -> Iterator[tuple[int, frame.Indices]]:
+def _paths(sequence: SequenceRows, known: frame.Indices, nodes: frame.Indices) -> Iterator[tuple[int, frame.Indices]]:
     """Yields the rows of a draft tree with the slots of all that they see from the last whole block on."""
-    slots = _slots(sequence.pages, sequence.context)
-    shared, nodes = slots[known // attend.BLOCK * attend.BLOCK : known], slots[known:]
+    shared = known[len(known) // attend.BLOCK * attend.BLOCK :]
     first = sequence.start + sequence.count - len(sequence.parents)
     paths: list[list[int]] = []
     for node, parent in enumerate(sequence.parents):
