@@ -31,6 +31,7 @@ from magnitude_proxy.store.memory import NO_SESSION, NO_STEP
 from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
 from magnitude_proxy.telemetry import SESSION_EVENTS
 from magnitude_proxy.wire.events import (
+    STREAMS,
     Fault,
     Receipt,
     SessionEvent,
@@ -41,7 +42,6 @@ from magnitude_proxy.wire.events import (
     read_event,
 )
 
-STREAMS = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
 STREAMS_AT_ONCE = 64
 MAX_LINE = 4 << 20
 MAX_FAULTS = 100

@@ -24,6 +24,18 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 State = Literal["ok", "degraded", "starting", "unavailable", "stopping"]
 
 
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/health/live`."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/health/ready`; with HTTP 503 it says what keeps requests from being answered."""
+
+    status: Literal["ready"] | State
+
+
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's part of `/health`; `failure` says why it cannot start."""
 
@@ -77,14 +89,14 @@ async def health(request: web.Request) -> web.Response:
 
 async def live(_: web.Request) -> web.Response:
     """200 as long as the event loop turns; needs no key."""
-    return _json({"status": "ok"})
+    return _json(Live())
 
 
 async def ready(request: web.Request) -> web.Response:
     """200 when some route can answer a request now, else 503."""
     surface = request.app[SURFACE]
     able = is_ready(surface)
-    return _json({"status": "ready" if able else _state(surface, _worker(surface))}, 200 if able else 503)
+    return _json(Ready(status="ready" if able else _state(surface, _worker(surface))), 200 if able else 503)
 
 
 async def models(request: web.Request) -> web.Response:

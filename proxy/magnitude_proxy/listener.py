@@ -1,17 +1,17 @@
-"""The two HTTP listeners: their routes, and answers in OpenAI's form also to what is not HTTP."""
+"""The two HTTP listeners, with answers in OpenAI's form also to what is not HTTP."""
 
 from __future__ import annotations
 
+import functools
 import socket
 
 from aiohttp import web
 
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy import anthropic, events, feedback, health, responses, sessions, tools
-from magnitude_proxy.chat import chat
-from magnitude_proxy.completions import completions
+from magnitude_proxy import anthropic
 from magnitude_proxy.errors import HttpRefused
-from magnitude_proxy.middleware import ADMIN, LIVE, READY, around, error_response, name_request
+from magnitude_proxy.middleware import ADMIN, around, error_response, name_request
+from magnitude_proxy.routes import ADMIN_ROUTES, PUBLIC_ROUTES
 from magnitude_proxy.surface import SURFACE, Surface
 from magnitude_proxy.telemetry import proxy_log
 
@@ -25,32 +25,12 @@ def api_application(surface: Surface) -> web.Application:
     """Returns the application of the public listener."""
     app = _application(surface, admin=False)
     app.on_response_prepare.append(anthropic.name_request)
-    app.router.add_post("/v1/chat/completions", chat)
-    app.router.add_post("/v1/completions", completions)
-    app.router.add_post("/v1/responses", responses.create)
-    app.router.add_get("/v1/responses/{id}", responses.show)
-    app.router.add_delete("/v1/responses/{id}", responses.delete)
-    app.router.add_post("/v1/responses/{id}/cancel", responses.cancel)
-    app.router.add_post("/v1/messages", anthropic.messages)
-    app.router.add_post("/v1/messages/count_tokens", anthropic.count_tokens)
-    app.router.add_post("/v1/tools", tools.tools)
-    app.router.add_post("/v1/feedback", feedback.feedback)
-    app.router.add_get("/v1/sessions", sessions.listed)
-    app.router.add_get("/v1/sessions/{id}", sessions.shown)
-    app.router.add_delete("/v1/sessions/{id}", sessions.deleted)
-    app.router.add_post("/v1/sessions/{id}/events", events.events)
-    app.router.add_get("/v1/models", health.models)
-    app.router.add_get("/v1/models/{name:.+}", health.model)
-    app.router.add_get("/health", health.health)
     return app
 
 
 def admin_application(surface: Surface) -> web.Application:
     """Returns the application of the second listener."""
-    app = _application(surface, admin=True)
-    app.router.add_get("/metrics", health.metrics)
-    app.router.add_get("/cache", health.cache)
-    return app
+    return _application(surface, admin=True)
 
 
 def _application(surface: Surface, *, admin: bool) -> web.Application:
@@ -59,8 +39,10 @@ def _application(surface: Surface, *, admin: bool) -> web.Application:
     app[SURFACE] = surface
     app[ADMIN] = admin
     app.on_response_prepare.append(name_request)
-    app.router.add_get(LIVE, health.live)
-    app.router.add_get(READY, health.ready)
+    for route in ADMIN_ROUTES if admin else PUBLIC_ROUTES:
+        # A GET is a HEAD too, but for its body.
+        add = app.router.add_get if route.method == "GET" else functools.partial(app.router.add_route, route.method)
+        add(route.path, route.handler)
     return app
 
 

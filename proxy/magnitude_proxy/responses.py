@@ -14,7 +14,7 @@ from magnitude_proxy.answer import LOCAL, Answer
 from magnitude_proxy.chat import steps, tenant_salt
 from magnitude_proxy.dialect.parts import Part, Parts
 from magnitude_proxy.dialect.responses_render import ResponseAnswer
-from magnitude_proxy.dialect.responses_replies import Deleted, FunctionTool, ResponseReply, TextReply
+from magnitude_proxy.dialect.responses_replies import Deleted, FunctionTool, ResponseReply, TextSetting
 from magnitude_proxy.dialect.responses_requests import LOGPROBS, UNNAMED, Message, ResponseAsked, read_response_request
 from magnitude_proxy.dialect.responses_wire import ResponsesRequest, TextFormat
 from magnitude_proxy.errors import BadRequest, NotFound, Unavailable
@@ -123,7 +123,7 @@ def _opening(asked: ResponseAsked, name: str, created: int) -> ResponseReply:
         "safety_identifier": wire.safety_identifier,
         "store": wire.store,
         "temperature": wire.temperature,
-        "text": None if form is None else TextReply(format=form),
+        "text": None if form is None else TextSetting(format=form),
         "tool_choice": wire.tool_choice,
         "tools": tuple(map(_tool, asked.definitions)),
         "top_logprobs": wire.top_logprobs if LOGPROBS in (wire.include or ()) else None,
@@ -139,9 +139,12 @@ def _told(form: TextFormat) -> dict[str, Any]:
     return {"name": UNNAMED, **given} if form.type == "json_schema" else given
 
 
-def _tool(given: dict[str, Any]) -> FunctionTool | dict[str, Any]:
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
     """Returns a tool as the response shows it: of a function every field, of another kind what the client sent."""
-    return msgspec.convert(given, FunctionTool) if given["type"] == "function" else given
+    shown: dict[str, Any] = given
+    if given["type"] == "function":
+        shown = msgspec.to_builtins(msgspec.convert(given, FunctionTool))
+    return shown
 
 
 async def _conversation(responses: KeptResponses, salt: str, name: str | None) -> list[Message]:

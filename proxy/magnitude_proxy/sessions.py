@@ -89,7 +89,7 @@ class StepReply(Reply, frozen=True, kw_only=True):
     dead: str | None = None
 
 
-class FeedbackReply(Reply, frozen=True, kw_only=True):
+class KeptFeedback(Reply, frozen=True, kw_only=True):
     """One feedback, with the client's own timestamp."""
 
     success: bool
@@ -111,7 +111,7 @@ class SessionReport(SessionReply, frozen=True, kw_only=True):
     """A session as it is shown alone; `cache` is null while no worker can say what it holds."""
 
     tracked_steps: tuple[StepReply, ...]
-    feedback: tuple[FeedbackReply, ...]
+    feedback: tuple[KeptFeedback, ...]
     cache: tuple[BranchCache, ...] | None
 
 
@@ -250,8 +250,8 @@ def _step(view: SessionView, number: int) -> StepReply:
     )
 
 
-def _feedback(said: Feedback) -> FeedbackReply:
-    return FeedbackReply(success=said.success, error_reason=said.error_reason, timestamp=said.timestamp)
+def _feedback(said: Feedback) -> KeptFeedback:
+    return KeptFeedback(success=said.success, error_reason=said.error_reason, timestamp=said.timestamp)
 
 
 async def _cache(surface: Surface, salt: str, record: SessionRecord) -> tuple[BranchCache, ...] | None:

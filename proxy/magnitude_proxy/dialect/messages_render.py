@@ -22,7 +22,6 @@ from magnitude_proxy.dialect.messages_replies import (
     Event,
     InputDelta,
     MessageDelta,
-    MessageReply,
     MessageStart,
     MessageStop,
     Ping,
@@ -30,6 +29,7 @@ from magnitude_proxy.dialect.messages_replies import (
     TextBlock,
     TextDelta,
     ToolUseBlock,
+    WholeMessage,
     error_reply,
     frame,
     message_usage,
@@ -96,7 +96,7 @@ class MessageBody:
         stop = self._answer.stop(usage)
         blocks = (_block(part, cut=stop.stop_reason != "tool_use") for part in self._answer.parts.parts)
         return _encode(
-            MessageReply(
+            WholeMessage(
                 id=head.id,
                 model=head.model,
                 usage=message_usage(usage),
@@ -152,7 +152,7 @@ class MessageScript:
             else api.Usage(prompt_tokens=started.prompt_tokens, cached_tokens=started.cached_tokens)
         )
         usage = msgspec.structs.replace(message_usage(known), magnitude=UNSET)
-        return MessageStart(message=MessageReply(id=self._head.id, model=self._head.model, usage=usage))
+        return MessageStart(message=WholeMessage(id=self._head.id, model=self._head.model, usage=usage))
 
 
 def _event(change: Change) -> Event:

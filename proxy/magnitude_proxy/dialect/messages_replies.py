@@ -48,7 +48,7 @@ class ToolUseBlock(Reply, frozen=True, kw_only=True, tag_field="type", tag="tool
     input: dict[str, Any]
 
 
-class MessageReply(Reply, frozen=True, kw_only=True, tag_field="type", tag="message"):
+class WholeMessage(Reply, frozen=True, kw_only=True, tag_field="type", tag="message"):
     """The assistant's message; without a stop reason while it is not complete."""
 
     id: str
@@ -63,7 +63,7 @@ class MessageReply(Reply, frozen=True, kw_only=True, tag_field="type", tag="mess
 class MessageStart(Reply, frozen=True, kw_only=True, tag_field="type", tag="message_start"):
     """The first event."""
 
-    message: MessageReply
+    message: WholeMessage
 
 
 class BlockStart(Reply, frozen=True, kw_only=True, tag_field="type", tag="content_block_start"):

@@ -18,6 +18,7 @@ import msgspec
 
 from magnitude_proxy.dialect.messages_wire import (
     Block,
+    CountRequest,
     MessagesRequest,
     OutputFormat,
     ToolDefinition,
@@ -64,8 +65,6 @@ def read_messages_request(raw: bytes, seed: int, context: int | None) -> Message
     """
     body = decode_json(raw)
     asked = convert(body, MessagesRequest)
-    if asked.max_tokens is None:
-        raise BadRequest("max_tokens is missing; it is required", param="max_tokens")
     chat = as_chat(body, asked)
     read = read_as_chat(chat, NAMES, seed)
     limit = None if context is not None and asked.max_tokens >= context else asked.max_tokens
@@ -84,10 +83,10 @@ def read_messages_request(raw: bytes, seed: int, context: int | None) -> Message
 def read_count_request(raw: bytes, seed: int) -> Asked:
     """Returns the checked body of `POST /v1/messages/count_tokens`; raises BadRequest with the field."""
     body = decode_json(raw)
-    return read_as_chat(as_chat(body, convert(body, MessagesRequest)), NAMES, seed)
+    return read_as_chat(as_chat(body, convert(body, CountRequest)), NAMES, seed)
 
 
-def as_chat(body: dict[str, Any], asked: MessagesRequest) -> Chat:
+def as_chat(body: dict[str, Any], asked: CountRequest) -> Chat:
     """Returns the request as a chat; `body` is its JSON.
 
     Raises:

@@ -71,8 +71,8 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
     effort: str | None = None
 
 
-class MessagesRequest(Wire, frozen=True, kw_only=True):
-    """Body of `POST /v1/messages` and, without `max_tokens`, of `/count_tokens`."""
+class CountRequest(Wire, frozen=True, kw_only=True):
+    """Body of `POST /v1/messages/count_tokens`."""
 
     messages: Annotated[list[TurnMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
@@ -88,3 +88,9 @@ class MessagesRequest(Wire, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     magnitude: MagnitudeOptions | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: TokenLimit

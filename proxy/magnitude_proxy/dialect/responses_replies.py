@@ -60,7 +60,7 @@ class InputDetails(Reply, frozen=True, kw_only=True):
     cache_write_tokens: int = 0
 
 
-class OutputDetails(Reply, frozen=True, kw_only=True):
+class ResponseOutputDetails(Reply, frozen=True, kw_only=True):
     """What the output's tokens were."""
 
     reasoning_tokens: int
@@ -72,7 +72,7 @@ class ResponseUsage(Reply, frozen=True, kw_only=True):
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: ResponseOutputDetails
     total_tokens: int
     magnitude: EngineFigures
 
@@ -106,7 +106,7 @@ class FunctionTool(Reply, frozen=True, kw_only=True, tag_field="type", tag="func
     strict: bool | None = None
 
 
-class TextReply(Reply, frozen=True, kw_only=True):
+class TextSetting(Reply, frozen=True, kw_only=True):
     """What the answer's text had to look like."""
 
     format: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "text"})
@@ -140,9 +140,9 @@ class ResponseReply(Reply, frozen=True, kw_only=True):
     service_tier: str = "default"
     store: bool = True
     temperature: float = 1.0
-    text: TextReply = TextReply()
+    text: TextSetting = TextSetting()
     tool_choice: str | dict[str, Any] = "auto"
-    tools: tuple[FunctionTool | dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     top_logprobs: int = 0
     top_p: float = 1.0
     truncation: Literal["disabled"] = "disabled"
@@ -200,6 +200,9 @@ class PieceEvent(Event, frozen=True, kw_only=True):
     logprobs: tuple[TokenReply, ...] | UnsetType = UNSET
 
 
+EVENTS = (ResponseEvent, ItemEvent, ContentEvent, PieceEvent)
+
+
 def item_id(response: str, part: Part) -> str:
     """Returns the id of a part's item."""
     prefix = "fc" if part.kind == "call" else "msg"
@@ -242,7 +245,7 @@ def response_usage(usage: api.Usage) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputDetails(reasoning_tokens=usage.reasoning_tokens),
+        output_tokens_details=ResponseOutputDetails(reasoning_tokens=usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         magnitude=usage_reply(usage, predicted=False).magnitude,
     )

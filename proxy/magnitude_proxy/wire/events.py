@@ -10,6 +10,7 @@ from magnitude_proxy.errors import BadRequest, ErrorDetail
 from magnitude_proxy.wire.replies import Reply
 from magnitude_proxy.wire.requests import SessionName, Wire, convert, decode_json
 
+STREAMS = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
 MAX_TEXT = 1 << 20
 MAX_REASON = 2_000
 
