@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from magnitude_engine.kv.cache import PagedCache
@@ -32,15 +32,15 @@ class SessionLog:
         self._clock = clock
         self._ends: OrderedDict[SessionKey, _End] = OrderedDict()
 
-    def resumed(self, owner: SessionKey, prompt: Sequence[int]) -> None:
-        """A step of the session begins."""
+    def resumed(self, owner: SessionKey, prompt: Sequence[int], told: Mapping[str, float]) -> None:
+        """A step of the session begins; `told` are the seconds that the last step's tools ran, where they are known."""
         chain = self._cache.manager.chain(owner.tenant, prompt)
         self._cache.tiers.touch(chain)
         end = self._ends.pop(owner, None)
         # What several tools printed cannot be told apart by its length.
         if end is not None and len(end.tools) == 1 and len(prompt) > end.tokens:
             self._retention.observe_output(owner.tenant, end.tools[0], len(prompt) - end.tokens)
-        self._cache.manager.leave(self._retention.resumed(owner, chain, self._clock()))
+        self._cache.manager.leave(self._retention.resumed(owner, chain, self._clock(), told))
 
     def paused(self, owner: SessionKey, computed: Sequence[int], tools: tuple[str, ...]) -> None:
         """Its step ended with these tokens, having called `tools`."""

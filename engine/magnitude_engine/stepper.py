@@ -200,7 +200,7 @@ class Stepper:
             job = self._job(sequence)
             if not job.started:
                 prompt = job.prepared.prompt
-                self._sessions.resumed(sequence.owner, prompt)
+                self._sessions.resumed(sequence.owner, prompt, job.prepared.generate.tool_seconds)
                 self._begin(job, sequence.lease)
 
     def _plan(self) -> list[Work]:

@@ -159,6 +159,8 @@ class Answer:
             headers["x-magnitude-fallback-reason"] = tally.reason
         if self._lease.degraded:
             headers["x-magnitude-degraded"] = "store"
+        if self._lease.identity.advice is not None:
+            headers["x-magnitude-session-advice"] = self._lease.identity.advice
         ignored = self._dialect.dropped
         if tally.label == LOCAL:
             ignored += self._asked.ignored
@@ -183,6 +185,7 @@ class Answer:
             tool_call=tally.tool_call,
             ok=ok,
             tracked=self._asked.tracked,
+            aside=self._lease.identity.aside,
         )
         self._surface.sessions.commit(self._lease, outcome)
 

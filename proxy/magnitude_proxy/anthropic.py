@@ -14,7 +14,6 @@ from magnitude_proxy.dialect.messages_render import MessageAnswer
 from magnitude_proxy.dialect.messages_replies import error_reply
 from magnitude_proxy.dialect.messages_requests import NAMES, read_count_request, read_messages_request
 from magnitude_proxy.errors import ErrorBody, NotFound, from_failed
-from magnitude_proxy.identity import identify
 from magnitude_proxy.middleware import Handler, read_body
 from magnitude_proxy.surface import EXCHANGE, SURFACE
 
@@ -36,7 +35,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     )
     salt = tenant_salt(request)
     offer = surface.catalogue.offer(asked.chat.model)
-    lease = await surface.sessions.open(identify(salt, request.headers, asked.chat.hints))
+    lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
     answer_id = f"msg_{uuid.uuid4().hex}"
     step = steps(asked.chat, lease, salt, answer_id, offer)[0]
     dialect = MessageAnswer(asked.max_tokens, asked.chat.generate.max_tokens is not None, asked.dropped)

@@ -11,7 +11,6 @@ from magnitude_engine import api
 from magnitude_proxy.answer import Answer
 from magnitude_proxy.catalogue import Offer
 from magnitude_proxy.errors import Unauthorized
-from magnitude_proxy.identity import identify
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.routing.route import Step
 from magnitude_proxy.session import Lease
@@ -28,7 +27,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     asked = read_chat(await read_body(request), surface.seed())
     salt = tenant_salt(request)
     offer = surface.catalogue.offer(asked.model)
-    lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
+    lease = await surface.sessions.enter(salt, request.headers, asked.hints)
     answer_id = f"chatcmpl-{random.getrandbits(128):032x}"
     step = steps(asked, lease, salt, answer_id, offer)[0]
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, surface.dispatcher.run(step))
@@ -54,6 +53,7 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer) -
             branch=lease.identity.branch,
             run=lease.identity.run,
             step=lease.step,
+            tool_seconds=lease.identity.tool_seconds,
             input=given,
         )
         body = asked.body

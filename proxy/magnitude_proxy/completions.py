@@ -13,7 +13,6 @@ from magnitude_engine import api
 from magnitude_proxy.answer import EVENTS_AHEAD, Answer, pump
 from magnitude_proxy.chat import steps, tenant_salt
 from magnitude_proxy.dialect.form import Events, Item
-from magnitude_proxy.identity import identify
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.routing.route import Taken
 from magnitude_proxy.surface import EXCHANGE, SURFACE
@@ -28,7 +27,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked = read_completion(await read_body(request), surface.seed())
     salt = tenant_salt(request)
     offer = surface.catalogue.offer(asked.model)
-    lease = await surface.sessions.open(identify(salt, request.headers, asked.hints))
+    lease = await surface.sessions.enter(salt, request.headers, asked.hints)
     answer_id = f"cmpl-{random.getrandbits(128):032x}"
     runs = [surface.dispatcher.run(step) for step in steps(asked, lease, salt, answer_id, offer)]
     events = runs[0] if len(runs) == 1 else joined(runs, asked.generate.n)

@@ -72,12 +72,12 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     Attributes:
         url: redis://, rediss:// or unix:// URL; None starts the embedded server, "none" keeps sessions in memory.
         timeout_s: no request waits longer than this for the store.
-        session_ttl_s: an idle session is forgotten after this long.
+        session_ttl_s: an idle session is forgotten after this long; kept responses after a day at the latest.
     """
 
     url: str | None = None
     timeout_s: Seconds = 0.05
-    session_ttl_s: Seconds = 86_400.0
+    session_ttl_s: Seconds = 172_800.0
 
 
 class DeadlineConfig(Section, frozen=True, kw_only=True):

@@ -3,9 +3,13 @@
 The first of these that is present wins:
 
     X-Magnitude-Session, body `magnitude.session`      the product's own names
-    headers of known agents                            see `CLIENTS`, in that order
-    body `metadata.session_id`, `prompt_cache_key`     hints of other clients
+    headers of known agents                            see `client_headers.CLIENTS`, in that order
+    body `session_id`, `program_id`,
+    `metadata.session_id`, `prompt_cache_key`          hints of other clients
     fingerprint                                        tools, system text and first user message, or the raw text
+
+A sub-agent is a branch of its session, whether it is told by a name within it or by a parent. What only other
+requests tell, such as the parent's own parent, is `lineage.py`'s business.
 
 A session id is SHA-256 over length-prefixed (tenant, source, raw id), cut to 128 bits, in hex: ids of different
 tenants or sources never meet, whatever bytes a client sends. Being one session only shares a record and a place in
@@ -23,14 +27,19 @@ from typing import NamedTuple
 import msgspec
 
 from magnitude_engine import api
+from magnitude_proxy.client_headers import CLIENTS, aside, tool_seconds
 
 MAIN_BRANCH = "main"
 PRODUCT = "magnitude"
+FIELD = "session-id"
+PROGRAM = "program-id"
 METADATA = "metadata"
 CACHE_KEY = "prompt-cache-key"
+FINGERPRINT = "fingerprint"
 TEXT_PREFIX_CHARS = 1024
 RAW_CHARS = 200
 
+_HINTS = (FIELD, PROGRAM, METADATA, CACHE_KEY)
 _SHOWN = re.compile("[0-9a-f]{32}")
 _PLAIN_BRANCH = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -45,6 +54,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         run: session id of the root session when the client named a parent, else `session`.
         source: what the session was recognised by, such as `claude-code` or `fingerprint`.
         raw: the client's own id for people to read: escaped to printable characters and cut to 200.
+        own: of a sub-agent that has a session id of its own, the session that this would be.
+        aside: a call beside the conversation, which is no step of it.
+        tool_seconds: how long the tools of the last step ran, as far as the client says.
+        advice: what its author should change, for a header and the session's report.
     """
 
     tenant: str
@@ -53,6 +66,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     source: str
     raw: str
+    own: str | None = None
+    aside: bool = False
+    tool_seconds: dict[str, float] = {}
+    advice: str | None = None
 
 
 class IdentityHints(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,33 +78,13 @@ class IdentityHints(msgspec.Struct, frozen=True, kw_only=True):
     magnitude_session: str | None = None
     magnitude_branch: str | None = None
     magnitude_parent: str | None = None
+    session_id: str | None = None
+    program_id: str | None = None
     metadata_session_id: str | None = None
     prompt_cache_key: str | None = None
     messages: tuple[api.Message, ...] = ()
     tools: tuple[api.Tool, ...] = ()
     text: str | None = None
-
-
-class Client(NamedTuple):
-    """The headers by which one kind of agent names its session, in lower case; the first present one counts."""
-
-    source: str
-    session: tuple[str, ...]
-    branch: str | None = None
-    parent: str | None = None
-
-
-CLIENTS: tuple[Client, ...] = (
-    Client("claude-code", ("x-claude-code-session-id",), branch="x-claude-code-agent-id"),
-    Client("codex", ("session_id", "session-id", "thread-id"), parent="x-codex-parent-thread-id"),
-    Client("x-session-id", ("x-session-id",), parent="x-parent-session-id"),
-    Client("x-session-affinity", ("x-session-affinity",)),
-    Client("dynamo", ("x-dynamo-session-id",), parent="x-dynamo-parent-session-id"),
-    Client("amp", ("x-amp-thread-id",)),
-    Client("grok", ("x-grok-conv-id",)),
-    Client("qwen-code", ("x-qwen-code-session-id",)),
-    Client("litellm", ("x-litellm-trace-id",)),
-)
 
 
 class _Found(NamedTuple):
@@ -102,23 +99,27 @@ class _Found(NamedTuple):
 def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Identity:
     """Returns the identity of one request; header names match in any case, blank values count as absent."""
     present = {name.lower(): value.strip() for name, value in headers.items() if value.strip()}
-    found = _product(present, hints) or _client(present) or _hint(hints) or _fingerprint(hints)
+    found = _product(present, hints) or _client(present) or _hint(hints) or _Found(FINGERPRINT, fingerprint(hints))
     session = _session_id(tenant, found.source, found.raw)
     branch = present.get("x-magnitude-branch") or _given(hints.magnitude_branch) or found.branch
+    own: str | None = None
+    if found.parent is not None and found.parent != found.raw:
+        own, session = session, _session_id(tenant, found.source, found.parent)
+        branch = f"{found.raw}:{branch}" if branch else found.raw
+    beside = aside(present)
+    if beside is not None:
+        branch = f"{branch}:{beside}" if branch else beside
     parent = present.get("x-magnitude-parent") or _given(hints.magnitude_parent)
-    if parent is not None:
-        run = _session_id(tenant, PRODUCT, parent)
-    elif found.parent is not None:
-        run = _session_id(tenant, found.source, found.parent)
-    else:
-        run = session
     return Identity(
         tenant=tenant_name(tenant),
         session=session,
         branch=branch_name(branch),
-        run=run,
+        run=session if parent is None else _session_id(tenant, PRODUCT, parent),
         source=found.source,
-        raw=_printable(found.raw),
+        raw=_printable(found.raw if own is None else found.parent or ""),
+        own=own,
+        aside=beside is not None,
+        tool_seconds=tool_seconds(present),
     )
 
 
@@ -134,7 +135,7 @@ def session_ids(tenant: str, given: str) -> tuple[str, ...]:
     Its own id may have come by any of the ways of the table above but a fingerprint.
     """
     shown = (given,) if _SHOWN.fullmatch(given) else ()
-    sources = (PRODUCT, *(client.source for client in CLIENTS), METADATA, CACHE_KEY)
+    sources = (PRODUCT, *(client.source for client in CLIENTS), *_HINTS)
     return *shown, *(_session_id(tenant, source, given.strip()) for source in sources)
 
 
@@ -164,20 +165,21 @@ def _client(present: Mapping[str, str]) -> _Found | None:
 
 
 def _hint(hints: IdentityHints) -> _Found | None:
-    metadata = _given(hints.metadata_session_id)
-    if metadata is not None:
-        return _Found(METADATA, metadata)
-    key = _given(hints.prompt_cache_key)
-    return None if key is None else _Found(CACHE_KEY, key)
+    given = (hints.session_id, hints.program_id, hints.metadata_session_id, hints.prompt_cache_key)
+    for source, value in zip(_HINTS, given, strict=True):
+        raw = _given(value)
+        if raw is not None:
+            return _Found(source, raw)
+    return None
 
 
-def _fingerprint(hints: IdentityHints) -> _Found:
+def fingerprint(hints: IdentityHints) -> str:
     """Returns what stays the same over an agent's steps: tools, leading system text, first user message.
 
     A raw prompt grows at its end, so its first `TEXT_PREFIX_CHARS` characters stand for it.
     """
     if hints.text is not None:
-        return _Found("fingerprint", _digest("text", hints.text[:TEXT_PREFIX_CHARS]))
+        return _digest("text", hints.text[:TEXT_PREFIX_CHARS])
     parts = ["chat"]
     for tool in hints.tools:
         parts += ["tool", tool.name, tool.description, msgspec.json.encode(tool.parameters, order="sorted").decode()]
@@ -185,7 +187,7 @@ def _fingerprint(hints: IdentityHints) -> _Found:
         parts += [message.role, message.content]
         if message.role != "system":
             break
-    return _Found("fingerprint", _digest(*parts))
+    return _digest(*parts)
 
 
 def _session_id(tenant: str, source: str, raw: str) -> str:

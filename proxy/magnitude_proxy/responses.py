@@ -18,7 +18,6 @@ from magnitude_proxy.dialect.responses_replies import Deleted, FunctionTool, Res
 from magnitude_proxy.dialect.responses_requests import LOGPROBS, UNNAMED, Message, ResponseAsked, read_response_request
 from magnitude_proxy.dialect.responses_wire import ResponsesRequest, TextFormat
 from magnitude_proxy.errors import BadRequest, NotFound, Unavailable
-from magnitude_proxy.identity import identify
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.responses import KeptResponse, KeptResponses
@@ -35,7 +34,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     earlier = await _conversation(surface.sessions.responses, salt, wire.previous_response_id)
     asked = read_response_request(body, wire, earlier, surface.seed())
     offer = surface.catalogue.offer(asked.chat.model)
-    lease = await surface.sessions.open(identify(salt, request.headers, asked.chat.hints))
+    lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
     name = f"resp_{uuid.uuid4().hex}"
     step = steps(asked.chat, lease, salt, name, offer)[0]
     dialect = _answer(surface, salt, asked, name)

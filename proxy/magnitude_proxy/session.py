@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 
 import msgspec
 
 from magnitude_proxy.config import StoreConfig
-from magnitude_proxy.identity import Identity
+from magnitude_proxy.identity import Identity, IdentityHints, identify
+from magnitude_proxy.lineage import Lineage
 from magnitude_proxy.store.book import SessionBook
 from magnitude_proxy.store.connection import KNOCK_S, StoreConnection, StoreDown
 from magnitude_proxy.store.embedded import EmbeddedStore
@@ -32,6 +33,7 @@ from magnitude_proxy.telemetry import (
     STORE_ERRORS,
     STORE_SECONDS,
     STORE_UP,
+    UNSTABLE_IDS,
     Telemetry,
     store_log,
 )
@@ -39,6 +41,8 @@ from magnitude_proxy.telemetry import (
 __all__ = ["Lease", "SessionRecord", "Sessions", "State", "StepOutcome"]
 
 IN_MEMORY = "none"
+# Kept responses hold whole conversations.
+RESPONSE_TTL_S = 86_400.0
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +104,9 @@ class Sessions:
             else None
         )
         link = None if self._store is None else self
-        self.book = SessionBook(self._memory, link, config.session_ttl_s)
-        self.responses = KeptResponses(link, config.session_ttl_s)
+        self._lineage = Lineage()
+        self.book = SessionBook(self._memory, link, config.session_ttl_s, self._lineage.counted)
+        self.responses = KeptResponses(link, min(config.session_ttl_s, RESPONSE_TTL_S))
         telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
 
     @property
@@ -131,11 +136,18 @@ class Sessions:
         if self._embedded is not None:
             await self._embedded.close()
 
+    async def enter(self, tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Lease:
+        """Returns the lease of a request's next step, of the session that it is found to belong to; see `open`."""
+        identity = self._lineage.place(identify(tenant, headers, hints), hints)
+        if identity.advice is not None:
+            self._telemetry.count(UNSTABLE_IDS, source=identity.source)
+        return await self.open(identity)
+
     async def open(self, identity: Identity) -> Lease:
         """Returns the lease of the next step; from memory when the store does not answer within its limit."""
         now = self._clock()
         nonce = self._nonce()
-        owner = Owner(identity.tenant, identity.source, identity.raw)
+        owner = Owner(identity.tenant, identity.source, identity.raw, identity.advice or "")
         if self._store is not None:
             try:
                 call = open_call(identity.session, identity.branch, owner, nonce, now, self._config.session_ttl_s)

@@ -108,11 +108,16 @@ class BranchCache(Reply, frozen=True, kw_only=True):
 
 
 class SessionReport(SessionReply, frozen=True, kw_only=True):
-    """A session as it is shown alone; `cache` is null while no worker can say what it holds."""
+    """A session as it is shown alone; `cache` is null while no worker can say what it holds.
+
+    Attributes:
+        advice: what the agent's author should change, as in `x-magnitude-session-advice`; null where nothing is wrong.
+    """
 
     tracked_steps: tuple[StepReply, ...]
     feedback: tuple[KeptFeedback, ...]
     cache: tuple[BranchCache, ...] | None
+    advice: str | None = None
 
 
 class DeletedReply(Reply, frozen=True, kw_only=True):
@@ -230,6 +235,7 @@ def _report(view: SessionView, ttl_s: float, cache: tuple[BranchCache, ...] | No
         tracked_steps=tuple(_step(view, number) for number in sorted({*view.steps, *view.dead})),
         feedback=tuple(map(_feedback, view.feedback)),
         cache=cache,
+        advice=view.advice or None,
     )
 
 

@@ -59,6 +59,7 @@ CLIENT_GONE = Metric("client_disconnects", "counter", "clients that left before 
 STORE_ERRORS = Metric("store_errors", "counter", "session store operations that failed", ("operation",))
 STORE_SECONDS = Metric("store_seconds", "histogram", "session store operations", ("operation",), LATENCY_S)
 STALE_COMMITS = Metric("session_stale_commits", "counter", "session commits refused by compare-and-set")
+UNSTABLE_IDS = Metric("session_ids_unstable", "counter", "requests whose session id is new every time", ("source",))
 WORKER_STARTS = Metric("worker_starts", "counter", "worker processes started")
 WORKER_HANGS = Metric("worker_hangs", "counter", "workers killed because their step counter stood still")
 TOOLS_REGISTERED = Metric("tools_registered", "counter", "registrations of tools by what became of them", ("status",))

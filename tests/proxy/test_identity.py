@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magnitude_engine import api
-from magnitude_proxy.identity import CLIENTS, IdentityHints, branch_name, identify
+from magnitude_proxy.client_headers import CLIENTS, tool_seconds
+from magnitude_proxy.identity import IdentityHints, branch_name, identify
 
 NO_HINTS = IdentityHints()
 TEXT = st.text(st.characters(codec=None), max_size=40)
@@ -49,15 +51,17 @@ def test_each_client_is_known_by_its_header(header: str, source: str) -> None:
 
 def test_precedence_goes_down_the_list() -> None:
     headers = {"x-magnitude-session": "1"} | {client.session[0]: "1" for client in CLIENTS}
-    hints = IdentityHints(metadata_session_id="1", prompt_cache_key="1", text="1")
+    hints = IdentityHints(session_id="1", program_id="1", metadata_session_id="1", prompt_cache_key="1", text="1")
     sources = []
     for name in list(headers):
         sources.append(identify("t", headers, hints).source)
         del headers[name]
     sources.append(identify("t", headers, hints).source)
-    sources.append(identify("t", headers, IdentityHints(prompt_cache_key="1", text="1")).source)
-    sources.append(identify("t", headers, IdentityHints(text="1")).source)
-    assert sources == ["magnitude", *(c.source for c in CLIENTS), "metadata", "prompt-cache-key", "fingerprint"]
+    for name in ("session_id", "program_id", "metadata_session_id", "prompt_cache_key"):
+        hints = msgspec.structs.replace(hints, **{name: None})
+        sources.append(identify("t", headers, hints).source)
+    hinted = ["session-id", "program-id", "metadata", "prompt-cache-key"]
+    assert sources == ["magnitude", *(c.source for c in CLIENTS), *hinted, "fingerprint"]
 
 
 def test_body_and_header_name_the_same_session_and_the_header_wins() -> None:
@@ -73,17 +77,44 @@ def test_sub_agents_of_claude_code_are_branches_of_one_session() -> None:
 
 
 @pytest.mark.parametrize(
+    ("told", "branch"), [("auxiliary", "auxiliary"), ("Compaction", "compaction"), ("main", "main")]
+)
+def test_a_call_beside_the_conversation_is_no_step_of_it(told: str, branch: str) -> None:
+    headers = {"x-claude-code-session-id": "s", "x-claude-code-request-class": told}
+    found = identify("t", headers, NO_HINTS)
+    assert (found.branch, found.aside) == (branch, branch != "main")
+    of_sub_agent = identify("t", headers | {"x-claude-code-agent-id": "a7"}, NO_HINTS)
+    assert of_sub_agent.branch == ("a7" if branch == "main" else f"a7:{branch}")
+
+
+def test_tool_durations_are_read_as_far_as_they_can_be() -> None:
+    told = "Bash=742;Read=9;Bash=1500; mcp__a%3Bb=60 ;=3;Edit=x;Grep=-1;Long=99999999999;Glob"
+    found = identify("t", {"X-Claude-Code-Prev-Tool-Durations": told}, IdentityHints(text="a"))
+    assert found.tool_seconds == {"Bash": 1.5, "Read": 0.009, "mcp__a;b": 0.06}
+    assert tool_seconds({"x-claude-code-prev-tool-durations": "a=1;" * 1025}) == {}
+    assert len(tool_seconds({"x-claude-code-prev-tool-durations": ";".join(f"t{n}=1" for n in range(99))})) == 32
+
+
+@pytest.mark.parametrize(
     ("session", "parent"),
     [
         ("thread-id", "x-codex-parent-thread-id"),
         ("x-session-id", "x-parent-session-id"),
+        ("x-session-affinity", "x-parent-session-id"),
         ("x-dynamo-session-id", "x-dynamo-parent-session-id"),
-        ("x-magnitude-session", "x-magnitude-parent"),
     ],
 )
-def test_a_named_parent_is_the_run(session: str, parent: str) -> None:
+def test_a_sub_agent_with_a_session_id_is_a_branch_of_its_parents_session(session: str, parent: str) -> None:
     root = identify("t", {session: "root"}, NO_HINTS)
     child = identify("t", {session: "child", parent: "root"}, NO_HINTS)
+    assert (child.session, child.run, child.branch, child.raw) == (root.session, root.session, "child", "root")
+    assert child.own == identify("t", {session: "child"}, NO_HINTS).session
+    assert identify("t", {session: "root", parent: "root"}, NO_HINTS) == root
+
+
+def test_a_parent_in_the_products_own_header_is_the_run() -> None:
+    root = identify("t", {"x-magnitude-session": "root"}, NO_HINTS)
+    child = identify("t", {"x-magnitude-session": "child", "x-magnitude-parent": "root"}, NO_HINTS)
     assert child.run == root.session != child.session
 
 

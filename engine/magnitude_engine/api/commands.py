@@ -61,6 +61,7 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
         format: what the answer must look like; None for anything.
         partial_calls: tool calls are given as they are written, where nothing of them is left to be checked;
             otherwise each as a whole.
+        tool_seconds: how long the tools of the session's last step ran, by name, as far as the client says.
         prediction: text that the client expects the answer to follow; it decides how fast the answer comes, never
             what it says. None where the client sent none.
     """
@@ -73,6 +74,7 @@ class Generate(Frozen, tag="generate", frozen=True, kw_only=True):
     branch: str = "main"
     run: str = ""
     step: int = 0
+    tool_seconds: dict[str, float] = msgspec.field(default_factory=dict)
     sampling: Sampling = Sampling()
     n: int = 1
     max_tokens: int | None = None

@@ -17,7 +17,7 @@ seconds of one monotonic clock. Not thread-safe: the engine's thread owns it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from magnitude_engine.api import SessionUse
@@ -71,14 +71,18 @@ class Retention:
         """Share of the pages of the last prompts that evicting the least recently used would have found, 0..1."""
         return self._contest.lru_hit_rate
 
-    def resumed(self, key: SessionKey, chain: Sequence[bytes], now: float) -> tuple[bytes, ...]:
+    def resumed(
+        self, key: SessionKey, chain: Sequence[bytes], now: float, told: Mapping[str, float] | None = None
+    ) -> tuple[bytes, ...]:
         """A request was admitted; `chain` is that of all full pages of its prompt. Also revives what had ended.
+
+        `told` are the seconds that tools of the last step ran, as far as the client says.
 
         Returns the last digests of the sequences that the session leaves behind with it.
         """
         step = self._sessions.resume(key, chain, now)
         if step.tools:
-            self._tools.took(key.tenant, step.tools, step.waited_s)
+            self._tools.took(key.tenant, step.tools, step.waited_s, told or {})
         for end in step.left:
             self._learned.doom(key, end)
         if chain:

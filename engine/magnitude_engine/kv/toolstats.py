@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 SAMPLES = 32
@@ -93,11 +93,18 @@ class ToolTable:
                 longest = left
         return longest
 
-    def took(self, tenant: str, tools: Sequence[str], seconds: float) -> None:
+    def took(self, tenant: str, tools: Sequence[str], seconds: float, told: Mapping[str, float] | None = None) -> None:
         """Learns from calls made together, of which the last one was done after `seconds`.
 
-        It was one of those not known yet if it took longer than the known ones do, else the slowest known one.
+        Where `told` says of each of them how long it ran, the last one was the slowest. Else it was one of those not
+        known yet if it took longer than the known ones do, or the slowest known one.
         """
+        ran = {tool: told[tool] for tool in tools if tool in told} if told else {}
+        if ran and len(ran) == len(set(tools)):
+            final = max(ran, key=ran.__getitem__)
+            for tool, alone in ran.items():
+                self._record(tenant, tool).seconds.add(seconds if tool == final else min(alone, seconds))
+            return
         known = {tool: d for tool in tools if (d := self.duration(tenant, [tool])) is not None}
         unknown = [tool for tool in tools if tool not in known]
         slowest = max(known, key=known.__getitem__, default=None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from magnitude_proxy.identity import session_ids, tenant_name
@@ -63,12 +63,16 @@ class SessionBook:
         memory: the sessions of this process; the only ones without a `link`.
         link: the way to the store, None where sessions are kept in memory only.
         ttl_s: how long an idle session is kept.
+        counted: gives the session that a client's id counts to (see `Lineage.counted`).
     """
 
-    def __init__(self, memory: MemoryStore, link: Link | None, ttl_s: float) -> None:
+    def __init__(
+        self, memory: MemoryStore, link: Link | None, ttl_s: float, counted: Callable[[str], str] = str
+    ) -> None:
         self._memory = memory
         self._link = link
         self._ttl_s = ttl_s
+        self._counted = counted
         self._indexed: OrderedDict[str, float] = OrderedDict()
         self._trimmed: dict[str, float] = {}
 
@@ -99,14 +103,17 @@ class SessionBook:
         """Returns the tenant's session that a client names by the id it is shown or by its own; None without one."""
         if self._link is None:
             return self.recall(salt, given)
-        ids = session_ids(salt, given)
+        ids = self._ids(salt, given)
         replies = await _all(self._link.call("get", *get_call(session)) for session in ids)
         found = (parse_record(session, reply) for session, reply in zip(ids, replies, strict=True))
         return _first_of(tenant_name(salt), found)
 
     def recall(self, salt: str, given: str) -> SessionRecord | None:
         """Returns the same as this process remembers it."""
-        return _first_of(tenant_name(salt), map(self._memory.get, session_ids(salt, given)))
+        return _first_of(tenant_name(salt), map(self._memory.get, self._ids(salt, given)))
+
+    def _ids(self, salt: str, given: str) -> tuple[str, ...]:
+        return tuple(map(self._counted, session_ids(salt, given)))
 
     async def view(self, session: str) -> SessionView | None:
         """Returns all that is known of a session, None when it has expired."""

@@ -67,17 +67,19 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
         steps: by number, those of the last `KEPT` that were kept.
         dead: by number, why a step came to nothing.
         feedback: at most `KEPT`, earliest first.
+        advice: what the agent's author was told last (see `Identity.advice`); empty where there is none.
     """
 
     record: SessionRecord
     steps: Mapping[int, StepNote] = msgspec.field(default_factory=dict)
     dead: Mapping[int, str] = msgspec.field(default_factory=dict)
     feedback: tuple[Feedback, ...] = ()
+    advice: str = ""
 
 
 def note(branch: str, outcome: StepOutcome, now: float) -> StepNote | None:
     """Returns what to keep of a step; None where its client did not ask for that."""
-    if not outcome.tracked:
+    if not outcome.tracked or outcome.aside:
         return None
     return StepNote(
         at_s=now,

@@ -28,7 +28,7 @@ def session_key(session: str) -> str:
 
 def open_call(session: str, branch: str, owner: Owner, nonce: str, now: float, ttl_s: float) -> Command:
     """Returns the command that opens a lease; see `parse_opened`."""
-    arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw)
+    arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw, owner.advice)
     return ("FCALL", "magnitude_session_open_2", 1, session_key(session), *arguments)
 
 
@@ -38,7 +38,7 @@ def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now
     # The reason may be an upstream's own word: bounded, and free of surrogates, which cannot be sent.
     reason = outcome.finish_reason[:REASON_CHARS].encode("ascii", "backslashreplace").decode("ascii")
     kept = note(branch, outcome, now)
-    words = (state_after(outcome), outcome.route, reason, "" if kept is None else _json(kept))
+    words = (state_after(outcome), outcome.route, reason, "" if kept is None else _json(kept), int(not outcome.aside))
     name = "magnitude_session_commit_2"
     return ("FCALL", name, 1, session_key(session), branch, token, now, _ms(ttl_s), *counts, *words)
 
@@ -112,6 +112,7 @@ def parse_view(session: str, reply: object) -> SessionView | None:
             steps={n: msgspec.json.decode(value, type=StepNote) for n, value in _numbered(found, "step:")},
             dead={n: value.decode() for n, value in _numbered(found, "dead:")},
             feedback=ordered([msgspec.json.decode(each, type=Feedback) for each in said]),
+            advice=found.get("advice", b"").decode(),
         )
     except (ValueError, IndexError, msgspec.MsgspecError) as error:
         raise StoreDown(f"the store holds broken notes of session {session}") from error

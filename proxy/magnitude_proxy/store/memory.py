@@ -33,6 +33,7 @@ class _Entry:
     steps: dict[int, StepNote] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
     said: dict[str, Feedback] = field(default_factory=dict)
+    advice: str = ""
 
 
 class MemoryStore:
@@ -50,6 +51,7 @@ class MemoryStore:
         epoch = entry.record.epoch + 1
         record = msgspec.structs.replace(entry.record, epoch=epoch, state="thinking", seen_s=now, tenant=owner.tenant)
         entry.record = record
+        entry.advice = owner.advice or entry.advice
         token = f"memory.{nonce}.{record.epoch}"
         entry.tokens[branch] = token
         entry.tokens.move_to_end(branch)
@@ -84,7 +86,13 @@ class MemoryStore:
         if entry is None:
             return None
         feedback = ordered(list(entry.said.values()))
-        return SessionView(record=entry.record, steps=dict(entry.steps), dead=dict(entry.dead), feedback=feedback)
+        return SessionView(
+            record=entry.record,
+            steps=dict(entry.steps),
+            dead=dict(entry.dead),
+            feedback=feedback,
+            advice=entry.advice,
+        )
 
     def of(self, tenant: str) -> list[SessionRecord]:
         """Returns the sessions of a tenant, those opened last first."""

@@ -10,11 +10,12 @@ State = Literal["thinking", "waiting_on_tool", "idle", "failed"]
 
 
 class Owner(NamedTuple):
-    """Whose a session is: see the fields of these names in `SessionRecord`."""
+    """Whose a session is: see the fields of these names in `SessionRecord`, and `Identity.advice`."""
 
     tenant: str = ""
     source: str = ""
     raw: str = ""
+    advice: str = ""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
         tool_call: the answer calls a tool, so that the session now waits for it.
         ok: the client got a complete answer.
         tracked: the step is kept, so that feedback can be credited to it.
+        aside: it was a call beside the conversation: its tokens count, but it is no step.
     """
 
     route: str
@@ -67,6 +69,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tool_call: bool
     ok: bool
     tracked: bool = False
+    aside: bool = False
 
 
 def state_after(outcome: StepOutcome) -> State:
@@ -77,10 +80,10 @@ def state_after(outcome: StepOutcome) -> State:
 
 
 def after(record: SessionRecord, outcome: StepOutcome, now: float) -> SessionRecord:
-    """Returns `record` with one more step; the store's function `commit` does the same in Lua."""
+    """Returns `record` after one more step, or call beside them; the store's function `commit` does the same in Lua."""
     return msgspec.structs.replace(
         record,
-        steps=record.steps + 1,
+        steps=record.steps + (not outcome.aside),
         prompt_tokens=record.prompt_tokens + outcome.prompt_tokens,
         completion_tokens=record.completion_tokens + outcome.completion_tokens,
         cached_tokens=record.cached_tokens + outcome.cached_tokens,

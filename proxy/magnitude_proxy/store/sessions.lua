@@ -3,6 +3,7 @@
 --
 --   record fields    epoch steps prompt_tokens completion_tokens cached_tokens failures state route finish_reason
 --                    created seen tenant source raw
+--   advice           what the agent's author was told last of the session ids
 --   lease:<branch>   token of the branch's last lease, until it commits
 --   step:<n>         what is kept of step n for later feedback, where the client asked for that
 --   dead:<n>         why step n came to nothing, where the agent said so
@@ -38,8 +39,8 @@ local function sweep(key, epoch)
   end
 end
 
--- KEYS: session. ARGV: branch, nonce, Unix time, milliseconds to live, tenant, source, raw id. Returns the token, then
--- the record's FIELDS.
+-- KEYS: session. ARGV: branch, nonce, Unix time, milliseconds to live, tenant, source, raw id, advice. Returns the
+-- token, then the record's FIELDS.
 local function open(keys, args)
   local key = keys[1]
   local epoch = redis.call('HINCRBY', key, 'epoch', 1)
@@ -48,6 +49,9 @@ local function open(keys, args)
     redis.call('HSET', key, 'created', args[3], 'source', args[6], 'raw', args[7])
   end
   redis.call('HSET', key, 'state', 'thinking', 'seen', args[3], 'tenant', args[5], 'lease:' .. args[1], token)
+  if (args[8] or '') ~= '' then
+    redis.call('HSET', key, 'advice', args[8])
+  end
   if epoch % MAX_LEASES == 0 then
     sweep(key, epoch)
   end
@@ -56,7 +60,8 @@ local function open(keys, args)
 end
 
 -- KEYS: session. ARGV: branch, token, Unix time, milliseconds to live, prompt, completion and cached tokens, failures,
--- state, route, finish reason, what to keep of the step. Returns 1 when the step was added, 0 when the token is not the branch's lease.
+-- state, route, finish reason, what to keep of the step, steps that this is (0 for a call beside them). Returns 1 when
+-- it was added, 0 when the token is not the branch's lease.
 local function commit(keys, args)
   local key = keys[1]
   local lease = 'lease:' .. args[1]
@@ -64,7 +69,7 @@ local function commit(keys, args)
     return 0
   end
   redis.call('HDEL', key, lease)
-  local step = redis.call('HINCRBY', key, 'steps', 1) - 1
+  local step = redis.call('HINCRBY', key, 'steps', args[13] or 1) - 1
   redis.call('HDEL', key, 'step:' .. (step - KEPT), 'dead:' .. (step - KEPT))
   if args[12] ~= '' then
     redis.call('HSET', key, 'step:' .. step, args[12])

@@ -172,6 +172,8 @@ class Common(Wire, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    program_id: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None

@@ -55,6 +55,16 @@ def test_of_calls_made_together_the_one_that_was_waited_for_is_learned() -> None
     assert [tools.duration("t", [tool]) for tool in ("fast", "new")] == [1.0, 70.0]
 
 
+def test_tools_whose_durations_are_told_are_all_learned() -> None:
+    tools = ToolTable()
+    for _ in range(3):
+        # The client took half a second more to come back with the slowest result.
+        tools.took("t", ["Bash", "Read", "Bash"], 5.0, {"Bash": 4.5, "Read": 0.1, "Edit": 9.0})
+        tools.took("t", ["Glob", "Grep"], 1.0, {"Glob": 0.5})
+    assert [tools.duration("t", [tool]) for tool in ("Bash", "Read", "Edit")] == [5.0, 0.1, None]
+    assert tools.duration("t", ["Glob"]) == tools.duration("t", ["Grep"]) == 1.0
+
+
 def test_tools_and_tenants_are_bounded() -> None:
     tools = ToolTable()
     for _ in range(3):

@@ -1,0 +1,73 @@
+"""The headers by which agents say which session a request belongs to, and what else they tell of it.
+
+Names are in lower case. Not in the table, since they name no session: `x-session-token` of llm-d (a server of its
+choice), `x-llm-d-inference-fairness-id` (a customer), `x-client-request-id` (by OpenAI's own definition one request).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import unquote
+
+MAX_DURATIONS = 32
+MAX_DURATIONS_CHARS = 4096
+LONGEST_TOOL_MS = 7 * 86_400_000
+
+
+class Client(NamedTuple):
+    """How one kind of agent names its session; the first header that is present counts.
+
+    Attributes:
+        branch: names a sub-agent within the session.
+        parent: names the session of the agent that started this one as a sub-agent.
+    """
+
+    source: str
+    session: tuple[str, ...]
+    branch: str | None = None
+    parent: str | None = None
+
+
+CLIENTS: tuple[Client, ...] = (
+    Client("claude-code", ("x-claude-code-session-id",), branch="x-claude-code-agent-id"),
+    Client("codex", ("session_id", "session-id", "thread-id"), parent="x-codex-parent-thread-id"),
+    Client("x-session-id", ("x-session-id",), parent="x-parent-session-id"),
+    Client("x-session-affinity", ("x-session-affinity",), parent="x-parent-session-id"),
+    Client("dynamo", ("x-dynamo-session-id",), parent="x-dynamo-parent-session-id"),
+    Client("amp", ("x-amp-thread-id",)),
+    Client("grok", ("x-grok-conv-id",)),
+    Client("qwen-code", ("x-qwen-code-session-id",)),
+    Client("litellm", ("x-litellm-trace-id",)),
+)
+
+REQUEST_CLASS = "x-claude-code-request-class"
+TOOL_DURATIONS = "x-claude-code-prev-tool-durations"
+# Calls beside the conversation: they neither go on from its last step nor are gone on from.
+ASIDE = ("auxiliary", "compaction")
+
+
+def aside(present: Mapping[str, str]) -> str | None:
+    """Returns the class of a call that an agent makes beside its conversation, None for a step of it.
+
+    Claude Code tells it: `auxiliary` for titles and the like, `compaction` for the summary of a long history.
+    """
+    told = present.get(REQUEST_CLASS, "").lower()
+    return told if told in ASIDE else None
+
+
+def tool_seconds(present: Mapping[str, str]) -> dict[str, float]:
+    """Returns how long the tools of the last step ran, by name; of several calls of one tool the longest.
+
+    Claude Code tells it in milliseconds, names percent-encoded: `Bash=742;Read=9`. What cannot be read is left out.
+    """
+    told = present.get(TOOL_DURATIONS, "")
+    found: dict[str, float] = {}
+    if len(told) > MAX_DURATIONS_CHARS:
+        return found
+    for entry in told.split(";")[:MAX_DURATIONS]:
+        name, _, value = entry.strip().rpartition("=")
+        tool = unquote(name).strip()
+        if tool and value.isascii() and value.isdecimal() and len(value) < 12 and int(value) <= LONGEST_TOOL_MS:
+            found[tool] = max(found.get(tool, 0.0), int(value) / 1000)
+    return found

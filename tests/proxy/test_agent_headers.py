@@ -1,0 +1,214 @@
+"""Requests in the form of every coding agent through a running proxy: each turn is counted to the right session.
+
+Many sessions are under way at once, some requests are sent twice, histories are compacted, sub-agents work. The store
+may be stopped, flushed or hung meanwhile: that changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from magnitude_proxy.bench.recorded import OWN, Trace, read_traces
+from magnitude_proxy.config import StoreConfig
+from testkit import store
+from testkit.agent_headers import SHAPES, Run, Turn, renamed
+from testkit.proxy import Proxy, proxy_config, proxying
+from testkit.upstream import OpenAIStub
+
+PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces" / "public"
+AT_ONCE = 16
+Trouble = Literal["none", "stopped", "flushed", "hung"]
+
+
+def traces(*, public: bool) -> list[Trace]:
+    """Returns the product's own traces and, where wanted and there, the public ones."""
+    folders = [OWN, PUBLIC] if public else [OWN]
+    return [trace for folder in folders for path in sorted(folder.glob("*.jsonl")) for trace in read_traces(path)]
+
+
+@dataclass
+class Replayed:
+    """What a proxy said of each turn."""
+
+    counted: list[tuple[Turn, str]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    degraded: int = 0
+
+    def homes(self) -> dict[str, Counter[str]]:
+        """Returns, for each true session, to which sessions its turns were counted."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for turn, session in self.counted:
+            found[turn.session][session] += 1
+        return found
+
+    def right(self) -> float:
+        """Returns the share of the turns that were counted to the session of most turns of theirs."""
+        return sum(max(home.values()) for home in self.homes().values()) / len(self.counted)
+
+    def check_apart(self) -> None:
+        """No session holds turns of two, but for requests that are the same word for word."""
+        users: dict[str, dict[str, list[Turn]]] = defaultdict(lambda: defaultdict(list))
+        for turn, session in self.counted:
+            users[session][turn.session].append(turn)
+        for found in users.values():
+            bodies = [{str(turn.body) for turn in turns} for turns in found.values()]
+            assert len(found) == 1 or all(len(body) == 1 for body in bodies), sorted(found)
+            assert len(set().union(*bodies)) == 1 or len(found) == 1, sorted(found)
+
+
+def mixed(runs: list[list[Turn]], rng: random.Random) -> Iterator[Turn]:
+    """Yields the turns of all runs, `AT_ONCE` of them side by side, one in ten twice."""
+    waiting, active = list(runs), []
+    while waiting or active:
+        while waiting and len(active) < AT_ONCE:
+            active.append(waiting.pop())
+        run = rng.choice(active)
+        turn = run.pop(0)
+        yield from [turn, turn] if rng.random() < 0.1 else [turn]
+        if not run:
+            active.remove(run)
+
+
+async def replay(proxy: Proxy, runs: list[list[Turn]], trouble: Trouble, server: store.Server) -> Replayed:
+    """Sends all turns, one after the other; the trouble begins after a third of them and ends after two."""
+    turns = list(mixed(runs, random.Random(7)))
+    replayed = Replayed()
+    for number, turn in enumerate(turns):
+        if number == len(turns) // 3:
+            await begin(trouble, server)
+        if number == 2 * len(turns) // 3:
+            await end(trouble, server)
+        began = time.perf_counter()
+        reply = await proxy.post(turn.path, turn.body, **turn.headers)
+        replayed.seconds.append(time.perf_counter() - began)
+        assert reply.status == 200, reply.body
+        replayed.degraded += reply.header("x-magnitude-degraded") is not None
+        replayed.counted.append((turn, str(reply.header("x-magnitude-session"))))
+    return replayed
+
+
+async def begin(trouble: Trouble, server: store.Server) -> None:
+    """Makes the store stop, forget or hang."""
+    if trouble == "stopped":
+        await server.kill()
+    elif trouble == "flushed":
+        await server.do("FLUSHALL")
+    elif trouble == "hung":
+        server.signal(signal.SIGSTOP)
+
+
+async def end(trouble: Trouble, server: store.Server) -> None:
+    """Brings the store back."""
+    if trouble == "stopped":
+        await server.start()
+    elif trouble == "hung":
+        server.signal(signal.SIGCONT)
+
+
+async def replayed_under(folder: Path, trouble: Trouble, runs: list[list[Turn]]) -> Replayed:
+    """Replays runs against a proxy with a store in trouble."""
+    async with store.server("valkey", folder) as server, OpenAIStub(text="Hello") as stub:
+        config = proxy_config(folder, stub.url, store=StoreConfig(url=server.url))
+        async with proxying(config) as proxy:
+            return await replay(proxy, runs, trouble, server)
+
+
+def runs_of(found: list[Trace], rng: random.Random, *names: str) -> list[list[Turn]]:
+    """Returns each trace once as a run of each named client."""
+    shapes = [(name, SHAPES[name]) for name in names or SHAPES]
+    made = [Run(f"{trace.trace_id} by {name}", trace, rng) for trace in found for name, _ in shapes]
+    return [list(shape(run)) for run, (_, shape) in zip(made, shapes * len(found), strict=True)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+async def test_every_client_is_one_session_with_its_sub_agents_as_branches(name: str, tmp_path: Path) -> None:
+    trace = max(traces(public=False), key=lambda t: sum(m.role == "assistant" for m in t.messages))
+    (turns,) = runs_of([trace], random.Random(1), name)
+    async with OpenAIStub(text="Hello") as stub, proxying(proxy_config(tmp_path, stub.url)) as proxy:
+        for turn in turns:
+            assert (await proxy.post(turn.path, turn.body, **turn.headers)).status == 200
+        (session,) = (await proxy.get("/v1/sessions")).json["data"]
+        assert session["steps"] == sum(not turn.aside for turn in turns)
+        assert session["usage"]["completion_tokens"] == len(turns)
+        assert session["failures"] == 0
+        # The sub-agents' own ids lead to their session, too.
+        for branch in {turn.branch for turn in turns if len(turn.branch) == 36}:
+            assert (await proxy.get(f"/v1/sessions/{branch}")).json["id"] == session["id"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["none", "stopped", "flushed", "hung"])
+async def test_turns_find_their_sessions_whatever_the_store_does(trouble: Trouble, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    runs = runs_of(traces(public=False), rng) + runs_of(traces(public=True), rng, "unnamed")
+    replayed = await replayed_under(tmp_path, trouble, runs)
+    seconds = sorted(replayed.seconds)
+    middle, late = (1000 * seconds[int(len(seconds) * share)] for share in (0.5, 0.99))
+    print(f"{trouble}: {len(seconds)} turns, {100 * replayed.right():.2f} % right, {middle:.1f} ms, p99 {late:.1f} ms")
+    assert replayed.right() >= 0.99
+    replayed.check_apart()
+    assert (replayed.degraded > 0) == (trouble in ("stopped", "hung"))
+
+
+async def test_an_agent_that_renames_itself_is_told_so(tmp_path: Path) -> None:
+    trace = max(traces(public=False), key=lambda t: sum(m.role == "assistant" for m in t.messages))
+    turns = list(renamed(Run("renamed", trace, random.Random(1))))
+    async with (
+        store.server("valkey", tmp_path) as server,
+        OpenAIStub(text="Hello") as stub,
+        proxying(proxy_config(tmp_path, stub.url, store=StoreConfig(url=server.url, timeout_s=1.0))) as proxy,
+    ):
+        replies = [await proxy.post(turn.path, turn.body, **turn.headers) for turn in turns]
+        told = [reply.header("x-magnitude-session-advice") for reply in replies]
+        assert told[:2] == [None, None]
+        assert all("unstable-session-id" in (advice or "") for advice in told[2:])
+        (session,) = {reply.header("x-magnitude-session") for reply in replies[2:]}
+        for name in (session, turns[0].headers["x-session-id"], turns[-1].headers["x-session-id"]):
+            report = (await proxy.get(f"/v1/sessions/{name}")).json
+            assert (report["id"], report["advice"]) == (session, told[-1])
+            assert report["steps"] == len(turns) - 1
+        metrics = (await proxy.get(f"{proxy.admin}/metrics")).body.decode()
+        line = f'magnitude_session_ids_unstable_total{{source="x-session-id"}} {len(turns) - 2}'
+        assert line in metrics
+
+
+async def test_two_proxies_with_one_session_lose_and_count_nothing_twice(tmp_path: Path) -> None:
+    """Concurrent steps of one session over two proxies: each is counted or refused, and the store is right."""
+    async with store.server("valkey", tmp_path) as server, OpenAIStub(text="a b c") as stub:
+        kept = StoreConfig(url=server.url, timeout_s=2.0)
+        async with (
+            proxying(proxy_config(tmp_path, stub.url, store=kept)) as one,
+            proxying(proxy_config(tmp_path, stub.url, store=kept)) as two,
+        ):
+            body = {"model": "stub-model", "messages": [{"role": "user", "content": "Hi"}]}
+
+            async def step(n: int) -> None:
+                branch = {"x-magnitude-branch": f"b{n % 3}"} if n % 4 == 0 else {}
+                reply = await (one, two)[n % 2].post("/chat/completions", body, session_id="shared", **branch)
+                assert (reply.status, reply.header("x-magnitude-degraded")) == (200, None)
+
+            for round_ in range(5):
+                await asyncio.gather(*(step(n) for n in range(8)))
+                await step(round_)
+            reports = [(await proxy.get("/v1/sessions/shared")).json for proxy in (one, two)]
+            stale = sum([await metric(proxy, "magnitude_session_stale_commits_total") for proxy in (one, two)])
+        assert reports[0]["steps"] == reports[1]["steps"] == 45 - stale
+        assert 0 < stale < 35
+        assert [report["usage"]["completion_tokens"] for report in reports] == [3 * reports[0]["steps"]] * 2
+        assert reports[0]["state"] == "idle"
+
+
+async def metric(proxy: Proxy, name: str) -> float:
+    """Returns a counter without labels, 0 where it has not been counted."""
+    text = (await proxy.get(f"{proxy.admin}/metrics")).body.decode()
+    return sum(float(line.split(" ")[1]) for line in text.splitlines() if line.startswith(f"{name} "))
