@@ -73,7 +73,8 @@ class _Hit(NamedTuple):
 
     def likeliest(self, start: str) -> list[_Turn]:
         """Returns them, those first that began with the same instructions and tools, of these the latest first."""
-        return sorted(self.turns[::-1], key=lambda turn: turn.start != start)
+        latest = tuple(reversed(self.turns))
+        return [turn for alike in (True, False) for turn in latest if (turn.start == start) is alike]
 
 
 class _Talk(NamedTuple):
@@ -128,14 +129,14 @@ class Lineage:
 
     def _rooted(self, found: Identity) -> Identity:
         """Returns a sub-agent as a branch of the session of the first agent."""
-        known = self._children.get(found.session)
-        if found.own is None:
+        known, own = self._children.get(found.session), found.own
+        if own is None:
             if known is None:
                 return found
             return msgspec.structs.replace(found, session=known.session, branch=known.branch, run=known.run)
         if known is not None:
             found = msgspec.structs.replace(found, session=known.session, run=known.run)
-        _keep(self._children, found.own, found, self.limit // 2)
+        _keep(self._children, own, found, self.limit // 2)
         return found
 
     def _by_words(self, found: Identity, messages: Sequence[api.Message]) -> str:
