@@ -22,6 +22,7 @@ from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.pointwise import Rotary
 from magnitude_engine.model.weights import Checkpoint, LlamaConfig, Matrix
 from magnitude_kernels.cpu import attend, forward, frame, product
+from magnitude_kernels.cpu.rows import CODED_GROUP, GROUP
 from magnitude_kernels.cpu.threads import Team
 
 # In small steps fewer rows attend together, so that there is work for every thread.
@@ -44,9 +45,10 @@ class Packed(NamedTuple):
     scales: torch.Tensor
     blocks: int
 
-    def row(self) -> tuple[int, int, int, int]:
+    def row(self) -> tuple[int, int, int, int, int]:
         """Returns its row in the table of weights."""
-        return product.tiles(self.kind), self.codes.data_ptr(), self.scales.data_ptr(), self.blocks
+        coded = self.kind != product.BFLOAT16
+        return product.tiles(self.kind), self.codes.data_ptr(), self.scales.data_ptr(), self.blocks, coded
 
 
 def pack(matrix: Matrix) -> Packed:
@@ -58,9 +60,9 @@ def pack(matrix: Matrix) -> Packed:
         ModelUnsupported: the number of inputs is not a multiple of 32.
     """
     outputs, inputs = matrix.codes.shape if isinstance(matrix, Blocks) else matrix.shape
-    if inputs % product.GROUP:
+    if inputs % GROUP:
         raise ModelUnsupported(
-            f"a matrix has {inputs} inputs and the packed profile takes multiples of {product.GROUP}; "
+            f"a matrix has {inputs} inputs and the packed profile takes multiples of {GROUP}; "
             "start with --profile reference or native"
         )
     missing = -outputs % product.OUTPUTS
@@ -74,13 +76,20 @@ def pack(matrix: Matrix) -> Packed:
     if not isinstance(matrix, Blocks):
         return Packed(product.BFLOAT16, by_block(matrix.bfloat16()).contiguous(), torch.empty(0), blocks)
     if matrix.bits == product.EIGHT_BITS:
-        codes, minimum = by_block(matrix.codes).contiguous(), matrix.minimum
+        codes, minimum = _in_pairs(by_block(matrix.codes)), matrix.minimum
     else:
-        unsigned = by_block((matrix.codes + 8).to(torch.uint8))
-        codes = (unsigned[..., :8] | (unsigned[..., 8:] << 4)).contiguous()
+        # [blocks, inputs / 8, pairs, 16 outputs, 2]: a word takes one code from each pair.
+        pairs = _in_pairs(by_block(matrix.codes + 8)).view(blocks, inputs // 8, 4, product.OUTPUTS, 2).int()
+        words = sum((pairs[:, :, n] << 4 * n for n in range(4)), torch.zeros(1, dtype=torch.int32))
+        codes = words.to(torch.int16).contiguous()
         minimum = matrix.minimum - 8 * matrix.scale
     scales = torch.stack([by_block(matrix.scale), by_block(minimum)], 2).half().contiguous()
     return Packed(matrix.bits, codes, scales, blocks)
+
+
+def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Returns [blocks, inputs, 16] as [blocks, inputs / 2, 16, 2]."""
+    return codes.unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
 
 
 class Arranged(NamedTuple):
@@ -206,9 +215,12 @@ class PackedModel:
         residual = int(outputs[frame.DOWN])
         widest = max(int(outputs[: frame.OUT].sum()), 3 * int(outputs[frame.GATE]), residual)
         take = self._memory.take
+        x = take("x", rows, max(residual, c.heads * c.head_dim))
+        groups = max(x.shape[1], c.ffn) // GROUP
         return frame.Space(
             counters=np.zeros(1 + (len(step.layers) + 1) * frame.COUNTERS, np.int64),
-            x=take("x", rows, max(residual, c.heads * c.head_dim)),
+            x=x,
+            coded=take("coded", rows, groups * CODED_GROUP // 4).view(np.uint8),
             y=take("y", rows, widest),
             states=take("states", rows if parts > 1 else 1, parts, c.heads, state),
             blocks=take("blocks", threads, 2, attend.BLOCK * c.head_dim),
@@ -236,7 +248,7 @@ def packed_model(
         )
     matrices: list[Packed] = []
     norms: list[torch.Tensor] = []
-    table = np.zeros((c.layers + 1, frame.MATRICES, 4), np.int64)
+    table = np.zeros((c.layers + 1, frame.MATRICES, frame.MATRIX_NUMBERS), np.int64)
     for index in range(c.layers):
         w = checkpoint.layer(index)
         norms += [w.attention_norm, w.ffn_norm]

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -21,12 +21,16 @@ INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 WIDE = ir.VectorType(INT32, LANES)
+PAIRS = ir.VectorType(INT16, 2 * LANES)
 
 _LOG2E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Cephes' expf: exp(r) = 1 + r + r² * polynomial(r) for |r| <= ln 2 / 2, within two units in the last place.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LEAST, _MOST = -87.0, 88.0
+
+# LLVM makes several instructions of what processors with AVX2 have one for.
+_HAS_PAIR_SUMS = binding.get_host_cpu_features().get("avx2", False)
 
 # What llvmlite and numba hand around has no types of its own.
 Value = Any
@@ -72,6 +76,23 @@ class Emitter:
         """Returns eight constant integers; one stands for eight of it."""
         return ir.Constant(WIDE, list(values) * (LANES // len(values)))
 
+    def words(self, value: int) -> Value:
+        """Returns a constant 16-bit integer in all of sixteen lanes."""
+        return ir.Constant(PAIRS, [value] * (2 * LANES))
+
+    def pair_sums(self, a: Value, b: Value) -> Value:
+        """Returns a[2n] * b[2n] + a[2n + 1] * b[2n + 1] of 16-bit integers as eight of 32 bits."""
+        if _HAS_PAIR_SUMS:
+            signature = ir.FunctionType(WIDE, [PAIRS, PAIRS])
+            name = "llvm.x86.avx2.pmadd.wd"
+            return self.builder.call(cgutils.get_or_insert_function(self.builder.module, signature, name), (a, b))
+        products: list[Value] = []
+        for first in range(2):
+            order = ir.Constant(WIDE, [2 * lane + first for lane in range(LANES)])
+            x, y = (self.builder.sext(self.builder.shuffle_vector(v, v, order), WIDE) for v in (a, b))
+            products.append(self.builder.mul(x, y))
+        return self.builder.add(*products)
+
     def spread(self, value: Value, lanes: int = LANES) -> Value:
         """Returns a float32 or int32 in all lanes."""
         kind = ir.VectorType(value.type, lanes)
@@ -95,6 +116,14 @@ class Emitter:
         """Returns the larger of two in each lane."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def nearest(self, a: Value) -> Value:
+        """Returns the nearest whole numbers, ties to even."""
+        return self._call("llvm.rint.v8f32", a)
+
+    def magnitude(self, a: Value) -> Value:
+        """Returns a without its sign."""
+        return self._call("llvm.fabs.v8f32", a)
+
     def widen_bfloat16(self, address: Value) -> Value:
         """Returns eight bfloat16 as float32."""
         bits = self.builder.zext(self.load(address, ir.VectorType(INT16, LANES)), WIDE)
@@ -117,7 +146,7 @@ class Emitter:
         b = self.builder
         x = self.largest(x, self.number(_LEAST))
         x = b.select(b.fcmp_ordered("<", x, self.number(_MOST)), x, self.number(_MOST))
-        whole = self._call("llvm.rint.v8f32", b.fmul(x, self.number(_LOG2E)))
+        whole = self.nearest(b.fmul(x, self.number(_LOG2E)))
         rest = self.fma(whole, self.number(-_LN2_HIGH), x)
         rest = self.fma(whole, self.number(-_LN2_LOW), rest)
         result = self.number(_EXP[0])

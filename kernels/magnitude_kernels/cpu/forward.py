@@ -2,6 +2,8 @@
 
     norm → q k v → rotary and cache → attention → merge → out, added → norm → gate and up → down, added
 
+Rows are coded (`rows.code`) before every product.
+
 Threads share out the work of a phase by a counter and meet behind it. All sums are taken in fixed orders, so neither
 the number of threads nor the rows that are computed together change a bit of a row.
 """
@@ -15,8 +17,8 @@ import numpy as np
 from magnitude_kernels.cpu import attend, rows
 from magnitude_kernels.cpu.compiled import compiled
 from magnitude_kernels.cpu.emit import number
-from magnitude_kernels.cpu.frame import COUNTERS, DOWN, GATE, MATRICES, OUT, SPLIT_COUNTER, UP, K, Q, V
-from magnitude_kernels.cpu.product import CHUNK, OUTPUTS, multiply, multiply_blocks
+from magnitude_kernels.cpu.frame import COUNTERS, DOWN, GATE, MATRICES, MATRIX_BYTES, OUT, SPLIT_COUNTER, UP, K, Q, V
+from magnitude_kernels.cpu.product import CHUNK, OUTPUTS, multiply, multiply_blocks, takes_codes
 from magnitude_kernels.cpu.threads import meet, take
 
 
@@ -37,7 +39,9 @@ def run_step(f: Any, thread: int, threads: int) -> None:
         if f.parts > 1:
             _join(f, thread, threads)
             meet(f.counters, threads)
-        multiply(_matrix(f, layer, OUT), f.rows, f.x, f.x_row, f.y, f.y_row, f.heads * f.size, counters + OUT * 8)
+        _code(f, f.x, f.x_row, f.heads * f.size, thread, threads)
+        meet(f.counters, threads)
+        _multiply(f, _matrix(f, layer, OUT), f.x, f.x_row, f.y, f.y_row, f.heads * f.size, counters + OUT * 8)
         meet(f.counters, threads)
         _add(f, f.y, f.y_row, thread, threads)
         _norms(f, 2 * layer + 1, thread, threads)
@@ -45,7 +49,9 @@ def run_step(f: Any, thread: int, threads: int) -> None:
         _gated(f, layer, counters + GATE * 8)
         meet(f.counters, threads)
         gated = f.y + 2 * _width(_matrix(f, layer, GATE)) * 4
-        multiply(_matrix(f, layer, DOWN), f.rows, gated, f.y_row, f.x, f.x_row, f.ffn, counters + DOWN * 8)
+        _code(f, gated, f.y_row, f.ffn, thread, threads)
+        meet(f.counters, threads)
+        _multiply(f, _matrix(f, layer, DOWN), gated, f.y_row, f.x, f.x_row, f.ffn, counters + DOWN * 8)
         meet(f.counters, threads)
         _add(f, f.x, f.x_row, thread, threads)
     if f.wanted > 0:
@@ -54,7 +60,7 @@ def run_step(f: Any, thread: int, threads: int) -> None:
 
 @compiled
 def _matrix(f: Any, layer: int, which: int) -> int:
-    return int(f.weights + (layer * MATRICES + which) * 32)
+    return int(f.weights + (layer * MATRICES + which) * MATRIX_BYTES)
 
 
 @compiled
@@ -68,6 +74,21 @@ def _norms(f: Any, which: int, thread: int, threads: int) -> None:
     for row in range(thread, f.rows, threads):
         weight = f.norms + which * f.hidden * 4
         rows.norm(f.h + row * f.hidden * 4, weight, f.x + row * f.x_row, f.hidden, f.epsilon)
+        rows.code(f.x + row * f.x_row, f.coded + row * f.coded_row, f.hidden)
+
+
+@compiled
+def _code(f: Any, x: int, x_row: int, inputs: int, thread: int, threads: int) -> None:
+    for row in range(thread, f.rows, threads):
+        rows.code(x + row * x_row, f.coded + row * f.coded_row, inputs)
+
+
+@compiled
+def _multiply(f: Any, matrix: int, x: int, x_row: int, out: int, out_row: int, inputs: int, counter: int) -> None:
+    """Multiplies all rows, which are coded, too."""
+    if takes_codes(matrix):
+        x, x_row = f.coded, f.coded_row
+    multiply(matrix, f.rows, x, x_row, out, out_row, inputs, counter)
 
 
 @compiled
@@ -81,7 +102,7 @@ def _queries(f: Any, layer: int, counters: int) -> None:
     out = f.y
     for which in (Q, K, V):
         matrix = _matrix(f, layer, which)
-        multiply(matrix, f.rows, f.x, f.x_row, out, f.y_row, f.hidden, counters + which * 8)
+        _multiply(f, matrix, f.x, f.x_row, out, f.y_row, f.hidden, counters + which * 8)
         out += _width(matrix) * 4
 
 
@@ -193,11 +214,19 @@ def _gated(f: Any, layer: int, counter: int) -> None:
         if first >= total:
             return
         blocks = min(CHUNK, total - first)
-        multiply_blocks(gates, first, blocks, f.rows, f.x, f.x_row, f.y, f.y_row, f.hidden)
-        multiply_blocks(ups, first, blocks, f.rows, f.x, f.x_row, f.y + width, f.y_row, f.hidden)
+        _multiply_blocks(f, gates, first, blocks, f.y)
+        _multiply_blocks(f, ups, first, blocks, f.y + width)
         for row in range(f.rows):
             start = f.y + row * f.y_row + first * OUTPUTS * 4
             rows.gate(start, start + width, start + 2 * width, blocks * OUTPUTS)
+
+
+@compiled
+def _multiply_blocks(f: Any, matrix: int, first: int, blocks: int, out: int) -> None:
+    x, x_row = f.x, f.x_row
+    if takes_codes(matrix):
+        x, x_row = f.coded, f.coded_row
+    multiply_blocks(matrix, first, blocks, f.rows, x, x_row, out, f.y_row, f.hidden)
 
 
 @compiled
@@ -208,6 +237,10 @@ def _finish(f: Any, thread: int, threads: int) -> None:
     for n in range(thread, f.wanted, threads):
         row = number(f.wanted_rows, n)
         rows.norm(f.h + row * hidden_row, f.last_norm, f.last_hidden + n * hidden_row, f.hidden, f.epsilon)
+        rows.code(f.last_hidden + n * hidden_row, f.coded + n * f.coded_row, f.hidden)
     meet(f.counters, threads)
     counter = f.counters + (1 + f.layers * COUNTERS) * 8
-    multiply(f.head, f.wanted, f.last_hidden, hidden_row, f.logits, f.logits_row, f.hidden, counter)
+    x, x_row = f.last_hidden, hidden_row
+    if takes_codes(f.head):
+        x, x_row = f.coded, f.coded_row
+    multiply(f.head, f.wanted, x, x_row, f.logits, f.logits_row, f.hidden, counter)

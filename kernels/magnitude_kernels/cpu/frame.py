@@ -10,6 +10,9 @@ import numpy.typing as npt
 # The matrices of a layer in the table of weights; the head is the first of the row behind the last layer.
 Q, K, V, OUT, GATE, UP, DOWN = range(7)
 MATRICES = 7
+# Numbers of a matrix, and their bytes.
+MATRIX_NUMBERS = 5
+MATRIX_BYTES = 8 * MATRIX_NUMBERS
 # Counters of a layer: one per matrix that is shared out by itself, and attention's.
 COUNTERS = 8
 SPLIT_COUNTER = 7
@@ -20,14 +23,15 @@ SPLIT_ROWS = 16
 
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Model(NamedTuple):
     """What stays the same from step to step.
 
     Attributes:
-        weights: int64 [layers + 1, 7, 4]: address of the product (`product.tiles`), of codes, of scales, blocks of 16
-            outputs.
+        weights: int64 [layers + 1, 7, 5]: address of the product (`product.tiles`), of codes, of scales, blocks of 16
+            outputs, and whether it takes coded rows.
         norms: float32 [2 * layers + 1, hidden]: before attention and before the gate of each layer, and the last.
         cosine, sine: float32 [context, head_dim]; the first half of the sines negated.
         epsilon: of the norms.
@@ -78,6 +82,7 @@ class Space(NamedTuple):
     Attributes:
         counters: int64 [1 + (layers + 1) * COUNTERS], zero before a step.
         x: float32 [rows, widest input]: what is multiplied next.
+        coded: bytes [rows, groups of the widest input, CODED_GROUP]: the same as `rows.code` writes it.
         y: float32 [rows, widest output]: q, k and v; gate, up and what they gave.
         states: float32 [rows, parts, heads, STATE + head_dim]; one part where rows are many.
         blocks: float32 [threads, 2, BLOCK * head_dim]: a block's keys and values, laid out.
@@ -90,6 +95,7 @@ class Space(NamedTuple):
 
     counters: Indices
     x: Floats
+    coded: Bytes
     y: Floats
     states: Floats
     blocks: Floats
@@ -132,6 +138,8 @@ class Frame(NamedTuple):
     counters: int
     x: int
     x_row: int
+    coded: int
+    coded_row: int
     y: int
     y_row: int
     states: int
@@ -192,6 +200,8 @@ def frame(model: Model, step: Step, space: Space) -> Any:
         counters=at["counters"],
         x=at["x"],
         x_row=space.x.strides[0],
+        coded=at["coded"],
+        coded_row=space.coded.strides[0],
         y=at["y"],
         y_row=space.y.strides[0],
         states=at["states"],

@@ -10,7 +10,12 @@ from typing import Any
 
 from llvmlite import ir
 
-from magnitude_kernels.cpu.emit import FLOAT, LANES, Emitter, Value, written
+from magnitude_kernels.cpu.emit import FLOAT, INT16, LANES, WIDE, Emitter, Value, written
+
+# Inputs that share a factor in a coded row, the bytes of such a group, and the greatest code.
+GROUP = 32
+CODED_GROUP = 2 * GROUP + 8
+_LARGEST = 32767.0
 
 # Half a head is a multiple of four.
 _NARROW_LANES = 4
@@ -68,6 +73,31 @@ def _write_norm(e: Emitter, h: Value, weight: Value, out: Value, count: Value, e
     e.loop(count, LANES, [], body)
 
 
+def _write_code(e: Emitter, x: Value, out: Value, count: Value) -> None:
+    b = e.builder
+
+    def group_of(group: Value, _: list[Value]) -> list[Value]:
+        source, target = e.at(x, e.times(group, 4 * GROUP)), e.at(out, e.times(group, CODED_GROUP))
+        values = [e.vector(e.at(source, 4 * LANES * n)) for n in range(GROUP // LANES)]
+        most, total = e.number(0.0), e.number(0.0)
+        for value in values:
+            most, total = e.largest(e.magnitude(value), most), b.fadd(total, value)
+        most = e.fold(most, e.largest)
+        factor = b.fmul(most, e.number(1.0 / _LARGEST))
+        # What is this small is zero beside anything that a model computes with.
+        some = b.fcmp_ordered(">", most, e.number(1e-30))
+        inverse = b.select(some, b.fdiv(e.number(_LARGEST), most), e.number(0.0))
+        for n, value in enumerate(values):
+            codes = b.fptosi(e.nearest(b.fmul(value, inverse)), WIDE)
+            e.store(b.trunc(codes, ir.VectorType(INT16, LANES)), e.at(target, 2 * LANES * n))
+        # The sum is that of the values, so that what is not finite shows in every product.
+        e.store(e.first(factor), e.at(target, 2 * GROUP))
+        e.store(e.first(e.fold(total, b.fadd)), e.at(target, 2 * GROUP + 4))
+        return []
+
+    e.loop(b.udiv(count, e.index(GROUP)), 1, [], group_of)
+
+
 def _write_turn(e: Emitter, x: Value, cosine: Value, sine: Value, size: Value, factor: Value) -> None:
     b, scale = e.builder, e.spread(factor, _NARROW_LANES)
     half = b.udiv(size, e.index(2))
@@ -93,6 +123,9 @@ add = _for_each(_write_add, 2)
 gate = _for_each(_write_gate, 3)
 # source, target, count: writes float32 as bfloat16.
 narrow = _for_each(_write_narrow, 2)
+# x, out, count: writes a row in groups of 32: int16 codes, the float32 factor that makes values of them, and the
+# values' sum.
+code = written("aaa", _write_code)
 # h, weight, out, count, epsilon: writes h / sqrt(mean(h²) + epsilon) * weight.
 norm = written("aaaaf", _write_norm)
 # x, cosine, sine, size, factor: turns a head of `size` dimensions by its position and scales it, in place; the first
