@@ -89,7 +89,8 @@ def pack(matrix: Matrix) -> Packed:
 
 def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
     """Returns [blocks, inputs, 16] as [blocks, inputs / 2, 16, 2]."""
-    return codes.unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
+    blocks, inputs, outputs = codes.shape
+    return codes.view(blocks, inputs // 2, 2, outputs).transpose(2, 3).contiguous()
 
 
 class Arranged(NamedTuple):
