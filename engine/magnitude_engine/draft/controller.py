@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from magnitude_engine.draft.costs import SMOOTHING, StepCosts
+from magnitude_engine.draft.costs import SMOOTHING, StepCosts, bounded
 from magnitude_engine.draft.guard import GRANT, MOST, Guard
 from magnitude_engine.draft.need import Need, Signs
 from magnitude_engine.draft.tree import DraftTree
@@ -33,6 +33,10 @@ PASS_WORTH = 1.1
 LONGEST_CHAIN = 8
 # A draft model must first compute the context, which is paid back over many steps.
 MODEL_GRANT, MODEL_MOST = 64.0, 256.0
+# How far the cost of drafted rows may depart from that of a chain as measured at the start.
+_MOST_DEARER = 32.0
+# After so many steps with drafts one goes without: under other load, what drafts cost shows only beside it.
+_MOST_IN_A_ROW = 32
 # How sure a guess must be in steps that do not depend on time.
 LIKELY = 0.5
 # Small drafts take in less likely tokens, too, which is where they fork.
@@ -147,6 +151,7 @@ class Controller:
         self.passes = dict(passes or {})
         # What drafted rows take by what was measured for as many rows of a chain at the start.
         self._dearer = 1.0
+        self._drafted_in_a_row = 0
         self._need = Need()
         self._guards: dict[str, Guard] = {}
 
@@ -165,6 +170,8 @@ class Controller:
 
     def choose(self, drafts: Sequence[Sequence[float]], base: int) -> list[int]:
         """Returns how many tokens of each draft are verified."""
+        if self._drafted_in_a_row >= _MOST_IN_A_ROW:
+            return [0] * len(drafts)
         ranked = sorted(((p, at) for at, draft in enumerate(drafts) for p in draft), key=lambda each: -each[0])
         best, best_rate = 0, WORTH * len(drafts) / self.costs.of(base)
         expected = float(len(drafts))
@@ -218,11 +225,13 @@ class Controller:
         # A step with drafts says nothing of one without, or what makes drafts dear would make them look worth it.
         if not outcome.drafted:
             self.costs.note(outcome.rows, outcome.seconds)
+        self._drafted_in_a_row = self._drafted_in_a_row + 1 if outcome.drafted else 0
         plain = self.costs.of(outcome.rows)
         extra = self._cost(outcome.rows, outcome.drafted) - plain
         if outcome.drafted:
             ratio = (outcome.seconds - plain) / max(extra, 0.01 * plain)
-            self._dearer *= min(2.0, max(0.5, ratio)) ** SMOOTHING
+            dearer = self._dearer * bounded(ratio) ** SMOOTHING
+            self._dearer = min(_MOST_DEARER, max(1 / _MOST_DEARER, dearer))
         for share in outcome.shares:
             spent = share.seconds + (extra * share.drafted / outcome.drafted if outcome.drafted else 0.0)
             balance = share.accepted / outcome.sequences - spent / plain

@@ -16,9 +16,9 @@ class StepCosts:
         """`measured` has the seconds of at least two numbers of rows, the first of them 1."""
         self._rows = sorted(measured)
         self._seconds = [measured[rows] for rows in self._rows]
-        # More rows never take less: what is measured otherwise is noise.
-        for at in range(1, len(self._seconds)):
-            self._seconds[at] = max(self._seconds[at], self._seconds[at - 1])
+        # More rows never take less, and other work can only slow a pass down: the larger figure is the wrong one.
+        for at in range(len(self._seconds) - 2, -1, -1):
+            self._seconds[at] = min(self._seconds[at], self._seconds[at + 1])
         self._drift = 1.0
 
     def of(self, rows: int) -> float:
@@ -29,11 +29,13 @@ class StepCosts:
         return self._drift * (self._seconds[at - 1] + slope * (rows - left))
 
     def note(self, rows: int, seconds: float) -> None:
-        """Takes in a pass: all costs drift with it (longer contexts, other load), the nearest measured one most."""
-        ratio = min(2.0, max(0.5, seconds / self.of(rows)))
-        self._drift *= ratio**SMOOTHING
-        nearest = min(range(len(self._rows)), key=lambda at: abs(self._rows[at] - rows))
-        self._seconds[nearest] *= ratio ** (SMOOTHING / 2)
+        """Takes in a pass: all costs drift with it (longer contexts, other load)."""
+        self._drift *= bounded(seconds / self.of(rows)) ** SMOOTHING
+
+
+def bounded(ratio: float) -> float:
+    """Returns a ratio within what one pass may teach: what is outside is an interruption."""
+    return min(2.0, max(0.5, ratio))
 
 
 def is_sane(measured: Mapping[int, float]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +55,10 @@ class Source(NamedTuple):
 
 
 def load_model(config: EngineConfig, progress: Callable[[float], None] | None = None) -> LoadedModel:
-    """Loads the model that `config` names; sets torch's thread count where `config.threads` says one.
+    """Loads the model that `config` names; sets torch's thread count.
+
+    In the packed profile torch is left one thread: compiled code has threads of its own, and torch's would stay awake
+    for a while after each small operation and take the processors from them, which doubles the time of a step.
 
     `progress` is called with the loaded fraction, 0..1.
 
@@ -64,20 +68,32 @@ def load_model(config: EngineConfig, progress: Callable[[float], None] | None = 
         ModelDoesNotFit: not enough memory; says both numbers.
         ConfigError: a setting that this model or machine cannot follow.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or _usual_threads())
     profile, device = _placement(config.profile)
     source = _open(Path(config.model_path))
     place = Placement(profile, device, _context(config, source.checkpoint.config))
-    tell = progress or (lambda fraction: None)
+    model = _load(config, source, place, progress or (lambda fraction: None))
+    if profile == "packed":
+        torch.set_num_threads(1)
+    return model
+
+
+def _load(config: EngineConfig, source: Source, place: Placement, progress: Callable[[float], None]) -> LoadedModel:
+    """Loads the model, and the draft model where one is to be used."""
     if config.draft_model_path is None or not config.drafts:
-        return assemble(config, source, place, tell)
+        return assemble(config, source, place, progress)
     path = Path(config.draft_model_path)
     draft = _open(path)
     check_vocabulary(config, source.tokenizer, draft.tokenizer)
-    model = assemble(config, source, place, tell)
+    model = assemble(config, source, place, progress)
     card = msgspec.structs.replace(model.card, draft=path.name if path.is_dir() else path.stem)
     return model._replace(draft=_draft_runner(config, draft, place), card=card)
+
+
+@cache
+def _usual_threads() -> int:
+    """Returns how many threads torch uses where nobody has changed it."""
+    return torch.get_num_threads()
 
 
 class Placement(NamedTuple):
