@@ -31,8 +31,8 @@ def clock_of(seconds: Callable[[int], float], draft_share: float) -> Callable[[]
 
     The model's own drafts take a share of that.
     """
-    best = [*(seconds(rows) for rows in ROWS), *(draft_share * seconds(rows) for rows in DRAFT_ROWS)]
-    taken = [each * (1 + 3 * round_) for each in best for round_ in range(ROUNDS)]
+    best = [[seconds(rows) for rows in ROWS], [draft_share * seconds(rows) for rows in DRAFT_ROWS]]
+    taken = [each * (1 + 3 * round_) for sizes in best for round_ in range(ROUNDS) for each in sizes]
     times = chain.from_iterable((0.0, took) for took in taken)
     return lambda: next(times)
 
