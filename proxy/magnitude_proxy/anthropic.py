@@ -9,7 +9,7 @@ from aiohttp import web
 
 from magnitude_engine import api
 from magnitude_proxy.answer import Answer
-from magnitude_proxy.chat import steps, tenant_salt
+from magnitude_proxy.chat import priority, steps, tenant_salt
 from magnitude_proxy.dialect.messages_render import MessageAnswer
 from magnitude_proxy.dialect.messages_replies import error_reply
 from magnitude_proxy.dialect.messages_requests import NAMES, read_count_request, read_messages_request
@@ -37,7 +37,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     offer = surface.catalogue.offer(asked.chat.model)
     lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
     answer_id = f"msg_{uuid.uuid4().hex}"
-    step = steps(asked.chat, lease, salt, answer_id, offer)[0]
+    step = steps(asked.chat, lease, salt, answer_id, offer, priority(request, asked.chat))[0]
     dialect = MessageAnswer(asked.max_tokens, asked.chat.generate.max_tokens is not None, asked.dropped)
     answer = Answer(surface, exchange, asked.chat, lease, answer_id, dialect)
     return await answer.send(request, dialect.passing(surface.dispatcher.run(step)))

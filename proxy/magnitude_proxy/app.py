@@ -195,7 +195,8 @@ async def _start(config: ProxyConfig, stack: AsyncExitStack) -> Surface:
     local, supervisor = await _start_worker(config, telemetry, stack)
     client = make_session()
     stack.push_async_callback(client.close)
-    upstreams = [Upstream(upstream, client, telemetry, time.monotonic) for upstream in config.upstreams]
+    several = len({key.tenant for key in config.keys}) > 1
+    upstreams = [Upstream(upstream, client, telemetry, time.monotonic, several) for upstream in config.upstreams]
     routes: list[Route] = [*([] if local is None else [local]), *upstreams]
     return Surface(
         config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import msgspec
 from aiohttp import web
@@ -18,6 +19,10 @@ from magnitude_proxy.surface import EXCHANGE, SURFACE
 from magnitude_proxy.wire.intake import Asked, read_chat
 
 SEEDS = 1 << 63
+# The second is vLLM's own.
+PRIORITY_HEADERS = ("x-magnitude-priority", "x-vllm-priority")
+LEAST_URGENT = 100
+_NUMBER = re.compile("-?[0-9]{1,18}")
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -29,12 +34,15 @@ async def chat(request: web.Request) -> web.StreamResponse:
     offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.enter(salt, request.headers, asked.hints)
     answer_id = f"chatcmpl-{random.getrandbits(128):032x}"
-    step = steps(asked, lease, salt, answer_id, offer)[0]
+    step = steps(asked, lease, salt, answer_id, offer, priority(request, asked))[0]
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, surface.dispatcher.run(step))
 
 
-def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer) -> list[Step]:
-    """Returns one step per prompt, each with an id of its own; an upstream gets each prompt alone."""
+def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer, urgency: int = 0) -> list[Step]:
+    """Returns one step per prompt, each with an id of its own; an upstream gets each prompt alone.
+
+    `urgency` is the priority that the request may have, lower is sooner.
+    """
     made = []
     refusal = offer.refusal or asked.refusal
     for index, given in enumerate(asked.inputs):
@@ -55,6 +63,7 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer) -
             step=lease.step,
             tool_seconds=lease.identity.tool_seconds,
             input=given,
+            priority=urgency,
         )
         body = asked.body
         if len(asked.inputs) > 1:
@@ -71,6 +80,20 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer) -
             )
         )
     return made
+
+
+def priority(request: web.Request, asked: Asked) -> int:
+    """Returns the priority that a request has: what its body or a header asks for, within what the server allows.
+
+    Lower is sooner, as in vLLM; nobody goes before those who ask for nothing unless `most_urgent` lets them. A header
+    that holds no number says nothing.
+    """
+    wanted = asked.priority
+    for name in PRIORITY_HEADERS:
+        text = request.headers.get(name, "")
+        if wanted is None and _NUMBER.fullmatch(text):
+            wanted = int(text)
+    return min(max(wanted or 0, request.app[SURFACE].config.most_urgent), LEAST_URGENT)
 
 
 def tenant_salt(request: web.Request) -> str:

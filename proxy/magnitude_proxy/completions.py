@@ -11,7 +11,7 @@ from aiohttp import web
 
 from magnitude_engine import api
 from magnitude_proxy.answer import EVENTS_AHEAD, Answer, pump
-from magnitude_proxy.chat import steps, tenant_salt
+from magnitude_proxy.chat import priority, steps, tenant_salt
 from magnitude_proxy.dialect.form import Events, Item
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.routing.route import Taken
@@ -29,7 +29,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.enter(salt, request.headers, asked.hints)
     answer_id = f"cmpl-{random.getrandbits(128):032x}"
-    runs = [surface.dispatcher.run(step) for step in steps(asked, lease, salt, answer_id, offer)]
+    made = steps(asked, lease, salt, answer_id, offer, priority(request, asked))
+    runs = [surface.dispatcher.run(step) for step in made]
     events = runs[0] if len(runs) == 1 else joined(runs, asked.generate.n)
     return await Answer(surface, exchange, asked, lease, answer_id).send(request, events)
 

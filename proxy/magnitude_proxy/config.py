@@ -15,6 +15,7 @@ from magnitude_engine.config import EngineConfig
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 WorkerMode = Literal["spawn", "attach", "none"]
+UpstreamKind = Literal["openai", "vllm", "sglang", "llamacpp", "trtllm", "tgi", "dynamo", "magnitude"]
 
 # What a worker that the proxy starts may keep on disk; an engine that somebody else starts keeps nothing unless told.
 KV_DISK_MB = 4096
@@ -51,6 +52,9 @@ class UpstreamConfig(Section, frozen=True, kw_only=True):
 
     Attributes:
         url: base URL including its version path, for example `http://host:8001/v1`.
+        kind: what the server is; `auto` asks it, `openai` tells it plain OpenAI fields only.
+        fields: request fields beyond its kind's that it understands; they are sent as the client wrote them.
+        shared_cache: tenants may use one prefix cache where the server cannot keep them apart.
         key_file: file whose content is sent as bearer token; read once at the start.
         models: the client's model name → the upstream's; `*` stands for any other name.
         first_token_s: limit until the first content of a stream, or of a whole answer that is not streamed.
@@ -59,6 +63,9 @@ class UpstreamConfig(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
     url: Annotated[str, Meta(pattern="^https?://")]
+    kind: Literal["auto", UpstreamKind] = "auto"
+    fields: tuple[str, ...] = ()
+    shared_cache: bool = False
     key_file: str | None = None
     models: dict[str, str] = {}
     connect_s: Seconds = 2.0
@@ -139,12 +146,17 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
 
 class ProxyConfig(Section, frozen=True, kw_only=True):
-    """All settings of one proxy process."""
+    """All settings of one proxy process.
+
+    Attributes:
+        most_urgent: the lowest priority that a client may ask for; below 0 it goes before everybody who asks for none.
+    """
 
     data_dir: str
     listen: ListenConfig = ListenConfig()
     keys: tuple[KeyConfig, ...] = ()
     insecure: bool = False
+    most_urgent: Annotated[int, Meta(ge=-100, le=0)] = 0
     worker: WorkerConfig = WorkerConfig()
     upstreams: tuple[UpstreamConfig, ...] = ()
     store: StoreConfig = StoreConfig()

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_proxy.answer import LOCAL, Answer
-from magnitude_proxy.chat import steps, tenant_salt
+from magnitude_proxy.chat import priority, steps, tenant_salt
 from magnitude_proxy.dialect.parts import Part, Parts
 from magnitude_proxy.dialect.responses_render import ResponseAnswer
 from magnitude_proxy.dialect.responses_replies import Deleted, FunctionTool, ResponseReply, TextSetting
@@ -36,7 +36,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     offer = surface.catalogue.offer(asked.chat.model)
     lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
     name = f"resp_{uuid.uuid4().hex}"
-    step = steps(asked.chat, lease, salt, name, offer)[0]
+    step = steps(asked.chat, lease, salt, name, offer, priority(request, asked.chat))[0]
     dialect = _answer(surface, salt, asked, name)
     answer = Answer(surface, exchange, asked.chat, lease, name, dialect)
     return await answer.send(request, dialect.passing(surface.dispatcher.run(step)))

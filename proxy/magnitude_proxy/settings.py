@@ -23,6 +23,7 @@ from magnitude_engine.errors import ConfigError
 from magnitude_proxy.access import is_loopback, parse_key_file
 from magnitude_proxy.config import KV_DISK_MB, ProxyConfig
 from magnitude_proxy.toml_places import place, refuse_unknown
+from magnitude_proxy.upstream.given import read_upstream
 
 PREFIX = "MAGNITUDE_"
 
@@ -58,6 +59,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("listen.admin_port", "port of the second listener; default: port + 1, 0 takes a free one", "admin-port"),
     Setting("listen.max_body_bytes", "larger request bodies get 413", "max-body-bytes"),
     Setting("data_dir", "folder of models, store and secret", "data-dir"),
+    Setting("most_urgent", "lowest priority that a client may ask for (lower is sooner), 0 to -100", "most-urgent"),
     Setting("insecure", "allow a public address without API keys (true or false)", "insecure"),
     Setting("worker.model", "a known name (see `magnitude pull`) or a path", "model"),
     Setting("worker.engine.model_name", "name under which the model is listed; default: the model's", "model-name"),
@@ -105,7 +107,9 @@ TABLE: tuple[Setting, ...] = (
 
 _CONFIG = Setting("config", "TOML file with any of these settings, each at the [section] key shown here", "config")
 _KEYS = Setting("keys", "file with one API key a line: `sk-… TENANT` or `sha256:HEX TENANT`", "key-file")
-_UPSTREAM = Setting("upstreams", "OpenAI-compatible server, URL or NAME=URL, in order of preference", "upstream")
+_UPSTREAM = Setting(
+    "upstreams", "OpenAI-compatible server in order of preference: URL, NAME=URL or NAME=KIND+URL", "upstream"
+)
 _UPSTREAM_KEY = Setting(
     "upstreams.key_file", "file with the bearer token of an upstream: FILE or NAME=FILE", "upstream-key-file"
 )
@@ -316,7 +320,7 @@ def _add_upstreams(tree: dict[str, Any], given: Given) -> None:
     """Upstreams from flags or environment replace those of the file; key files and models go to theirs by name."""
     named = given.many(_UPSTREAM)
     if named:
-        tree["upstreams"] = [_upstream(text) for text in named]
+        tree["upstreams"] = [read_upstream(text) for text in named]
     upstreams = tree.get("upstreams", [])
     for upstream, file in _addressed(upstreams, given, _UPSTREAM_KEY):
         upstream.setdefault("key_file", file)
@@ -333,21 +337,6 @@ def _addressed(upstreams: list[Any], given: Given, setting: Setting) -> Iterator
             raise ConfigError(f"{setting.flag} {text!r}: no upstream has that name", param="upstreams")
         for upstream in chosen:
             yield upstream, value
-
-
-def _upstream(text: str) -> dict[str, Any]:
-    """Returns the table of `URL` or `NAME=URL`; without a name it is the URL's host and port."""
-    name, separator, url = text.partition("=")
-    if not separator or "/" in name:
-        name, url = "", text
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"--upstream {text!r}: must be URL or NAME=URL with http:// or https://, for example "
-            "http://127.0.0.1:8001/v1",
-            param="upstreams",
-        )
-    authority = url.split("://", 1)[1].split("/", 1)[0].rpartition("@")[2]
-    return {"name": name or authority.replace(":", "-").strip("[]"), "url": url.rstrip("/")}
 
 
 def _add_keys(tree: dict[str, Any], given: Given) -> None:

@@ -230,6 +230,33 @@ def test_a_request_that_comes_while_the_worker_starts_waits_for_it() -> None:
     assert virtual(main(120)).failure.code == "unavailable"
 
 
+def test_what_upstreams_have_no_words_for_waits_for_the_worker() -> None:
+    worker, other = local(answer("x"), ready=False), upstream([failed("unsupported_feature", retryable=False)])
+
+    async def main() -> Outcome:
+        async with bench(worker, other) as made:
+            asyncio.get_running_loop().call_later(3, setattr, worker, "ready", True)
+            return await made.run()
+
+    got = virtual(main())
+    assert got.text == "x"
+    assert got.labels[-1] == ("local", "unsupported_feature")
+    assert outcome(other).failure.code == "unsupported_feature"
+
+
+def test_a_request_that_was_not_sent_tells_a_breaker_nothing() -> None:
+    other = upstream([failed("upstream_unreachable")], [failed("unsupported_feature", retryable=False)])
+
+    async def main() -> bool:
+        async with bench(other, retry=RetryConfig(breaker_failures=1, breaker_open_s=30)) as made:
+            await made.run()
+            await asyncio.sleep(31)
+            assert (await made.run()).failure.code == "unsupported_feature"
+            return made.dispatcher.snapshot()[0].failing
+
+    assert virtual(main())
+
+
 def test_nobody_waits_for_a_worker_that_refuses_its_model() -> None:
     got = outcome(local(answer("x"), ready=False, expected=False))
     assert got.failure.code == "unavailable"

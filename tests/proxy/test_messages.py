@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from magnitude_engine import api
-from magnitude_proxy.config import DeadlineConfig, KeyConfig, WorkerConfig
+from magnitude_proxy.config import DeadlineConfig, KeyConfig, UpstreamConfig, WorkerConfig
 from testkit.dialects import asked, named_events, worker_and_upstream
 from testkit.proxy import Proxy, Reply, proxy_config, proxying, routing
 from testkit.routes import (
@@ -216,11 +216,13 @@ async def test_the_worker_is_asked_what_a_chat_asks(tmp_path: Path) -> None:
 
 
 async def test_an_upstream_gets_the_chat(tmp_path: Path) -> None:
-    async with OpenAIStub() as stub, proxying(proxy_config(tmp_path, stub.url)) as proxy:
-        reply = await proxy.post("/messages", {**FULL, "model": "stub-model"})
-        sent = stub.requests[0]
-        picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-        seen = await ask(proxy, model="stub-model", messages=[{"role": "user", "content": [picture]}])
+    async with OpenAIStub() as stub:
+        upstreams = (UpstreamConfig(name="u0", url=stub.url, fields=("top_k",)),)
+        async with proxying(proxy_config(tmp_path, upstreams=upstreams)) as proxy:
+            reply = await proxy.post("/messages", {**FULL, "model": "stub-model"})
+            picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+            seen = await ask(proxy, model="stub-model", messages=[{"role": "user", "content": [picture]}])
+    sent = stub.requests[0]
     assert sent.path == "/v1/chat/completions"
     assert sent.body == {**CHAT, "model": "stub-model", "stop": list("abcde"), "stream": False}
     assert reply.json["content"][0]["input"] == {"city": "Paris"}

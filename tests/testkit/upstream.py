@@ -83,7 +83,7 @@ def split(data: bytes, size: int = 1) -> list[bytes | Pause]:
 
 
 class ScriptedServer:
-    """Plays one script per request, the last one again when they run out, then closes (unless KEEP).
+    """Plays one script per POST, the last one again when they run out, then closes (unless KEEP); GETs get 404.
 
     Attributes:
         requests: each request's bytes, head and body.
@@ -129,6 +129,10 @@ class ScriptedServer:
         for line in request.lower().split(b"\r\n"):
             if line.startswith(b"content-length:"):
                 request += await reader.readexactly(int(line.partition(b":")[2]))
+        if request.startswith(b"GET "):
+            # What the proxy asks in order to recognise a server; this one is none that it knows.
+            writer.write(head(404, length=0))
+            return True
         script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
         self.requests.append(request)
         for act in script:
@@ -178,6 +182,8 @@ class OpenAIStub:
     Attributes:
         delay_s: silence before the first byte; `piece_delay_s` between the pieces of a stream.
         failures: statuses to answer first, one per request.
+        owner: who owns its model, which tells servers apart; `pages` what further paths answer to GET.
+        timings: llama.cpp's figures, in place of the details of usage.
         requests: what was asked; `disconnects` counts clients that left in the middle.
     """
 
@@ -187,6 +193,10 @@ class OpenAIStub:
     delay_s: float = 0.0
     piece_delay_s: float = 0.0
     failures: list[int] = field(default_factory=list)
+    owner: str = "stub"
+    pages: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] | None = None
+    port: int = 0
     requests: list[RecordedRequest] = field(default_factory=list)
     disconnects: int = 0
 
@@ -195,9 +205,10 @@ class OpenAIStub:
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/{page}", self._page)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         port = self._runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{port}/v1"
@@ -209,8 +220,12 @@ class OpenAIStub:
         await self._runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
-        entry = {"id": self.model, "object": "model", "created": 1, "owned_by": "stub"}
+        entry = {"id": self.model, "object": "model", "created": 1, "owned_by": self.owner}
         return web.json_response({"object": "list", "data": [entry]})
+
+    async def _page(self, request: web.Request) -> web.Response:
+        page = self.pages.get(request.path)
+        return web.json_response({"detail": "Not Found"}, status=404) if page is None else web.json_response(page)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -236,12 +251,8 @@ class OpenAIStub:
     def _usage(self, body: dict[str, Any]) -> dict[str, Any]:
         completion = len(self._pieces()) * int(body.get("n") or 1)
         details = {"cached_tokens": 2, "audio_tokens": 0}
-        return {
-            "prompt_tokens": 5,
-            "completion_tokens": completion,
-            "total_tokens": 5 + completion,
-            "prompt_tokens_details": details,
-        }
+        told = {"prompt_tokens": 5, "completion_tokens": completion, "total_tokens": 5 + completion}
+        return told if self.timings is not None else {**told, "prompt_tokens_details": details}
 
     def _whole(self, body: dict[str, Any], chat: bool) -> dict[str, Any]:
         choices = []
@@ -260,7 +271,10 @@ class OpenAIStub:
                 if body.get("logprobs"):
                     choice["logprobs"] = {"content": [_logprob(p) for p in self._pieces()], "refusal": None}
             choices.append(choice)
-        return {**self._envelope(chat, False), "choices": choices, "usage": self._usage(body)}
+        return {**self._envelope(chat, False), "choices": choices, "usage": self._usage(body), **self._measured()}
+
+    def _measured(self) -> dict[str, Any]:
+        return {} if self.timings is None else {"timings": self.timings}
 
     def _function(self, body: dict[str, Any]) -> dict[str, str]:
         return {"name": body["tools"][0]["function"]["name"], "arguments": self.arguments}
@@ -304,7 +318,7 @@ class OpenAIStub:
             await response.write(sse({**envelope, "choices": [choice], "usage": None}))
             await asyncio.sleep(self.piece_delay_s)
         if (body.get("stream_options") or {}).get("include_usage"):
-            await response.write(sse({**envelope, "choices": [], "usage": self._usage(body)}))
+            await response.write(sse({**envelope, "choices": [], "usage": self._usage(body), **self._measured()}))
         await response.write(sse("[DONE]"))
         await response.write_eof()
         return response

@@ -96,7 +96,7 @@ mode = "none"
 {{ toJson .Values.sidecar.upstreams }}
 {{- else -}}
 {{- $url := printf "http://%s.%s.svc:%d/v1" (include "magnitude.fullname" .) .Release.Namespace (int .Values.service.port) }}
-{{- $server := dict "name" "magnitude" "url" $url }}
+{{- $server := dict "name" "magnitude" "kind" "magnitude" "url" $url }}
 {{- if .Values.sidecar.keySecret.name }}
 {{- $_ := set $server "keySecret" .Values.sidecar.keySecret }}
 {{- end }}

@@ -284,7 +284,8 @@ class Dispatcher:
         if name != LOCAL and failure.retry_after_s is not None:
             breaker.hold(failure.retry_after_s)
         if not policy.blames_route(failure):
-            return breaker.abandon if failure.code == "overloaded" else breaker.succeed
+            unasked = name != LOCAL and failure.code in policy.REFUSALS
+            return breaker.abandon if unasked or failure.code == "overloaded" else breaker.succeed
 
         def fail() -> None:
             if breaker.fail():

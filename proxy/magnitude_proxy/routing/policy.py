@@ -134,9 +134,15 @@ def next_action(step: Step, snapshot: Snapshot, state: CallState, failure: api.F
         if target.retry and not state.budget:
             return Fail(client_failure(state, snapshot, failure), denied=True)
         return target
-    if worker_restarts:
+    if worker_restarts or _worker_could(step, snapshot, state, failure):
         return Wait()
     return Fail(client_failure(state, snapshot, failure))
+
+
+def _worker_could(step: Step, snapshot: Snapshot, state: CallState, failure: api.Failed) -> bool:
+    """True when upstreams have no words for a request that the worker will answer once it is back."""
+    away = step.local_refusal is None and worker_coming(snapshot) and all(one.route != LOCAL for one in state.tried)
+    return away and failure.code in REFUSALS and state.restarts < MAX_RESTARTS
 
 
 def next_route(step: Step, snapshot: Snapshot, state: CallState) -> Take | None:

@@ -27,6 +27,8 @@ from magnitude_proxy.setup import hardware
 from magnitude_proxy.setup.hardware import Machine, Torch
 from magnitude_proxy.setup.pull import is_verified, known_model, model_file
 from magnitude_proxy.store.embedded import StoreUnavailable, find_binary
+from magnitude_proxy.upstream.adapters.recognise import Reply, recognise
+from magnitude_proxy.upstream.adapters.server import Server
 
 Level = Literal["ok", "slow", "missing", "in use"]
 
@@ -267,8 +269,9 @@ async def check_upstream(upstream: UpstreamConfig) -> Finding:
     area, url = f"upstream {upstream.name}", upstream.url.rstrip("/") + "/models"
     try:
         headers = _key_header(upstream)
-        async with httpx.AsyncClient(timeout=CHECK_S, trust_env=False) as client:
-            answer = await client.get(url, headers=headers)
+        async with httpx.AsyncClient(timeout=CHECK_S, trust_env=False, headers=headers) as client:
+            answer = await client.get(url)
+            server = await _recognise(upstream, client)
     except OSError as problem:
         todo = "correct its key_file"
         return Finding(area=area, level="missing", found=f"key file: {problem}", todo=todo, fatal=True)
@@ -281,7 +284,20 @@ async def check_upstream(upstream: UpstreamConfig) -> Finding:
     if answer.is_error:
         todo = "check that its URL ends in the version path, for example /v1"
         return Finding(area=area, level="missing", found=f"{url} answers {answer.status_code}", todo=todo)
-    return Finding(area=area, level="ok", found=f"{url} answers")
+    return Finding(area=area, level="ok", found=f"{url} answers, recognised as {server.words()}")
+
+
+async def _recognise(upstream: UpstreamConfig, client: httpx.AsyncClient) -> Server:
+    """Returns what an upstream is, as `serve` would see it."""
+
+    async def ask(url: str) -> Reply | None:
+        try:
+            answer = await client.get(url)
+        except httpx.HTTPError:
+            return None
+        return Reply(answer.status_code, answer.headers.get("server", ""), answer.content)
+
+    return await recognise(upstream, ask) or Server()
 
 
 def _key_header(upstream: UpstreamConfig) -> dict[str, str]:

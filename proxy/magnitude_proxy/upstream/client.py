@@ -9,6 +9,7 @@
 | `upstream_stream_broken`  | cut off, not HTTP, not JSON, not UTF-8, an oversized line, an error inside a 200 | yes   |
 | `upstream_empty`          | a 200 without any choice                                      | yes                   |
 | `upstream_too_large`      | a whole answer over 64 MiB                                    | yes                   |
+| `unsupported_feature`     | the server has no words for a field that changes the answer; nothing was sent | yes   |
 
 An answer is complete only when every choice that was asked for has its `finish_reason`. Nothing of the client's
 headers is sent on, redirects are not followed, compressed answers are not asked for and not accepted.
@@ -33,10 +34,17 @@ from magnitude_proxy.routing import policy
 from magnitude_proxy.routing.route import Step
 from magnitude_proxy.sse import DONE_DATA, EventParser, OversizedEvent
 from magnitude_proxy.telemetry import SPAN_ATTEMPT, Telemetry
+from magnitude_proxy.upstream.adapters.plan import Refused, Sent, adapt
+from magnitude_proxy.upstream.adapters.recognise import ModelList, Reply
+from magnitude_proxy.upstream.adapters.server import Server
+from magnitude_proxy.upstream.adapters.slots import Slots
+from magnitude_proxy.upstream.adapters.tell import Facts, cache_salt
 from magnitude_proxy.upstream.errors import Trouble, connection_trouble, retry_after_s, status_trouble
+from magnitude_proxy.upstream.known import Known
 from magnitude_proxy.upstream.wire import (
     Tally,
     WireAnswer,
+    WireError,
     answer_decoder,
     choice_events,
     outgoing,
@@ -56,18 +64,6 @@ _ERROR_STATUS = re.compile("[45][0-9][0-9]")
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 
 
-class ModelEntry(msgspec.Struct, frozen=True):
-    """One entry of `GET /models`."""
-
-    id: str
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    """The body of `GET /models`."""
-
-    data: list[ModelEntry] = []
-
-
 def make_session() -> aiohttp.ClientSession:
     """Returns the connection pool of all upstreams; call it in the running loop and close it at the end.
 
@@ -85,7 +81,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class Upstream:
-    """A route to one server; `clock` gives monotonic seconds.
+    """A route to one server; `clock` gives monotonic seconds, `several` says that it serves more than one tenant.
 
     Raises:
         ConfigError: the key file cannot be read or used.
@@ -97,6 +93,7 @@ class Upstream:
         session: aiohttp.ClientSession,
         telemetry: Telemetry,
         clock: Callable[[], float],
+        several: bool = False,
     ) -> None:
         self._config = config
         self._session = session
@@ -108,6 +105,9 @@ class Upstream:
         self._models: tuple[str, ...] = ()
         self._models_until = float("-inf")
         self._models_lock = asyncio.Lock()
+        self._known = Known(config, self._ask, clock)
+        self._slots = Slots()
+        self._apart = several and not config.shared_cache
 
     @property
     def name(self) -> str:
@@ -133,9 +133,12 @@ class Upstream:
     async def answer(self, step: Step, attempt: int) -> AsyncGenerator[api.AnswerEvent, None]:
         """Yields the server's answer to `step`, ending with Completed or Failed; see `Route.answer`."""
         response: aiohttp.ClientResponse | None = None
+        slot: int | None = None
         try:
             deadline = self._clock() + self._config.first_token_s
-            response = await self._open(step, deadline)
+            server = await self._known.server()
+            slot = self._slots.take(f"{step.request.session}-{step.request.branch}", server.slots or 0)
+            response = await self._open(self._sent(step, server, slot), step, deadline)
             yield api.Started(request=step.request.request, epoch=step.request.epoch)
             # Servers that cannot stream, or that report an error, answer a streaming request with plain JSON.
             if not step.stream or response.content_type == "application/json":
@@ -146,21 +149,48 @@ class Upstream:
                     async for event in events:
                         yield event
         except Trouble as trouble:
+            if trouble.connection:
+                self._known.doubt()
             yield trouble.failed(step.request)
         finally:
+            if slot is not None:
+                self._slots.release(slot)
             if response is not None:
                 response.close()
 
-    async def _open(self, step: Step, deadline: float) -> aiohttp.ClientResponse:
+    def _sent(self, step: Step, server: Server, slot: int | None) -> Sent:
+        """Returns what the server is sent; raises Trouble where it has no words for the request."""
+        request = step.request
+        facts = Facts(
+            chat=step.kind == "chat",
+            salt=cache_salt(request.tenant, step.body.get("cache_salt")),
+            session=request.session,
+            branch=request.branch,
+            step=request.step,
+            priority=request.priority,
+            slot=slot,
+            cached=not self._apart,
+        )
+        sent = adapt(outgoing(self._config, step), server, facts, self._config.fields)
+        if isinstance(sent, Refused):
+            raise Trouble(
+                "unsupported_feature",
+                sent.words(self.name, server),
+                final=True,
+                error=WireError(param=sent.field),
+            )
+        return sent
+
+    async def _open(self, sent: Sent, step: Step, deadline: float) -> aiohttp.ClientResponse:
         """Sends the request; returns the response once its status is 200."""
-        body = msgspec.json.encode(outgoing(self._config, step))
+        body = msgspec.json.encode(sent.body)
         try:
             with self._telemetry.span(SPAN_ATTEMPT, route=self.name):
                 async with asyncio.timeout(deadline - self._clock()):
                     response = await self._session.post(
                         self._base + _PATHS[step.kind],
                         data=io.BytesIO(body) if len(body) > _STREAMED_BODY else body,
-                        headers=self._headers,
+                        headers={**self._headers, **sent.headers},
                         allow_redirects=False,
                         timeout=self._timeout,
                     )
@@ -224,6 +254,8 @@ class Upstream:
         answer = self._decode(data)
         if answer.usage is not None:
             tally.usage = answer.usage
+        if answer.timings is not None:
+            tally.timings = answer.timings
         for choice in answer.choices or ():
             if choice.finish_reason == "error":
                 raise Trouble("upstream_stream_broken", f"upstream {self.name} ended a choice with an error")
@@ -292,18 +324,24 @@ class Upstream:
         return f"no answer within {self._config.first_token_s:g} s (its first_token_s)"
 
     async def _list_models(self) -> tuple[str, ...]:
-        limit = aiohttp.ClientTimeout(total=MODELS_TIMEOUT_S, sock_connect=self._config.connect_s)
+        reply = await self._ask(f"{self._base}/models")
+        if reply is None or reply.status != 200:
+            return self._models
         try:
-            async with self._session.get(
-                f"{self._base}/models", headers=self._headers, allow_redirects=False, timeout=limit
-            ) as response:
-                if response.status != 200:
-                    return self._models
-                body = await self._read_all(response, ANSWER_LIMIT, self._clock() + MODELS_TIMEOUT_S)
-            listed = msgspec.json.decode(body, type=ModelList)
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError, Trouble):
+            listed = msgspec.json.decode(reply.body, type=ModelList)
+        except (ValueError, RecursionError):
             return self._models
         return tuple(entry.id for entry in listed.data)
+
+    async def _ask(self, url: str) -> Reply | None:
+        """Returns the server's answer to a GET request, None when there is none."""
+        limit = aiohttp.ClientTimeout(total=MODELS_TIMEOUT_S, sock_connect=self._config.connect_s)
+        try:
+            async with self._session.get(url, headers=self._headers, allow_redirects=False, timeout=limit) as response:
+                body = await self._read_all(response, ANSWER_LIMIT, self._clock() + MODELS_TIMEOUT_S)
+                return Reply(response.status, response.headers.get("Server", ""), body)
+        except (aiohttp.ClientError, OSError, ValueError, Trouble):
+            return None
 
 
 def _authorization(config: UpstreamConfig) -> dict[str, str]:

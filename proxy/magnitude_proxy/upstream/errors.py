@@ -18,7 +18,10 @@ LONGEST_PAUSE_S = 3600.0
 
 
 class Trouble(Exception):
-    """Ends an exchange with an upstream; raised and caught inside the route only."""
+    """Ends an exchange with an upstream; raised and caught inside the route only.
+
+    `connection` says that the server was away, so that another one may stand there next.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Trouble(Exception):
         self._final = final
         self._error = error or WireError()
         self._retry_after_s = retry_after_s
+        self.connection = code in ("upstream_unreachable", "upstream_disconnected")
 
     def failed(self, request: api.Generate) -> api.Failed:
         """Returns the failure of `request`."""

@@ -35,6 +35,13 @@ class WireUsage(msgspec.Struct, frozen=True):
     completion_tokens: int | None = None
     prompt_tokens_details: TokenDetails | None = None
     completion_tokens_details: TokenDetails | None = None
+    reasoning_tokens: int | None = None
+
+
+class WireTimings(msgspec.Struct, frozen=True):
+    """llama.cpp's `timings`; `cache_n` tokens of the prompt were in the slot already."""
+
+    cache_n: int | None = None
 
 
 class WireTopLogprob(msgspec.Struct, frozen=True):
@@ -95,6 +102,7 @@ class WireAnswer(msgspec.Struct, frozen=True):
 
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
+    timings: WireTimings | None = None
     error: Any = None
 
 
@@ -153,12 +161,12 @@ def choice_events(choice: WireChoice, request: api.Generate) -> Iterator[api.Del
         )
 
 
-def neutral_usage(usage: WireUsage | None) -> api.Usage:
+def neutral_usage(usage: WireUsage | None, timings: WireTimings | None = None) -> api.Usage:
     """Returns the counts; a server that sent none counts as zero."""
     if usage is None:
         return api.Usage()
-    prompt = usage.prompt_tokens_details or TokenDetails()
-    completion = usage.completion_tokens_details or TokenDetails()
+    prompt = usage.prompt_tokens_details or TokenDetails(cached_tokens=timings.cache_n if timings else None)
+    completion = usage.completion_tokens_details or TokenDetails(reasoning_tokens=usage.reasoning_tokens)
     return api.Usage(
         prompt_tokens=usage.prompt_tokens or 0,
         completion_tokens=usage.completion_tokens or 0,
@@ -178,6 +186,7 @@ class Tally:
         self._seen: set[int] = set()
         self.content = False
         self.usage: WireUsage | None = None
+        self.timings: WireTimings | None = None
 
     def note(self, event: api.Delta | api.Finished) -> None:
         """Counts one event."""
@@ -192,7 +201,8 @@ class Tally:
 
     def completed(self) -> api.Completed:
         """Returns the end mark with the server's counts."""
-        return api.Completed(request=self._request.request, epoch=self._request.epoch, usage=neutral_usage(self.usage))
+        usage = neutral_usage(self.usage, self.timings)
+        return api.Completed(request=self._request.request, epoch=self._request.epoch, usage=usage)
 
 
 def read_error(error: Any) -> WireError:

@@ -45,6 +45,7 @@ class Asked:
         include_usage: the client wants a usage chunk at the end of its stream.
         predicted: the client sent `prediction`, so that usage must account for it.
         tracked: the client may tell later how the step went (`magnitude.track_feedback`).
+        priority: what the body asks for, lower is sooner; None where it asks for none.
         refusal: why the worker cannot serve this, when it cannot.
     """
 
@@ -58,6 +59,7 @@ class Asked:
     include_usage: bool = False
     predicted: bool = False
     tracked: bool = False
+    priority: int | None = None
     refusal: api.Failed | None = None
     ignored: tuple[str, ...] = ()
 
@@ -95,6 +97,7 @@ def chat_asked(body: dict[str, Any], seed: int) -> Asked:
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         predicted=asked.prediction is not None,
         tracked=_tracked(asked),
+        priority=_priority(asked),
         refusal=_refusal(_chat_refusals(asked)),
         ignored=ignored_fields(body, ChatRequest),
     )
@@ -123,6 +126,7 @@ def read_completion(raw: bytes, seed: int) -> Asked:
         hints=_hints(asked, None, text),
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         tracked=_tracked(asked),
+        priority=_priority(asked),
         refusal=_refusal(_completion_refusals(asked)),
         ignored=ignored_fields(body, CompletionRequest),
     )
@@ -214,6 +218,11 @@ def _preferences(config: AgentRuntimeConfig | None) -> api.Preferences:
 
 def _tracked(asked: Common) -> bool:
     return asked.magnitude is not None and asked.magnitude.track_feedback
+
+
+def _priority(asked: Common) -> int | None:
+    own = asked.magnitude.priority if asked.magnitude is not None else None
+    return asked.priority if own is None else own
 
 
 def _hints(asked: Common, chat: api.ChatInput | None, text: str | None = None) -> IdentityHints:

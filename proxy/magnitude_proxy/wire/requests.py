@@ -38,6 +38,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 TopCount = Annotated[int, Meta(ge=0, le=20)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=512)]
+Priority = Annotated[int, Meta(ge=-INT64, le=INT64 - 1)]
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +143,7 @@ class MagnitudeOptions(Wire, frozen=True, kw_only=True):
     session: SessionName | None = None
     branch: SessionName | None = None
     parent: SessionName | None = None
+    priority: Priority | None = None
     config: AgentRuntimeConfig | None = None
     track_feedback: bool = False
 
@@ -178,6 +180,7 @@ class Common(Wire, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
+    priority: Priority | None = None
     magnitude: MagnitudeOptions | None = None
 
 
