@@ -38,7 +38,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
     lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
     answer_id = f"msg_{uuid.uuid4().hex}"
     step = steps(asked.chat, lease, salt, answer_id, offer, priority(request, asked.chat))[0]
-    dialect = MessageAnswer(asked.max_tokens, asked.chat.generate.max_tokens is not None, asked.dropped)
+    limited = asked.chat.generate.max_tokens is not None
+    dialect = MessageAnswer(asked.max_tokens, limited, asked.dropped, asked.thoughts)
     answer = Answer(surface, exchange, asked.chat, lease, answer_id, dialect)
     return await answer.send(request, dialect.passing(surface.dispatcher.run(step)))
 

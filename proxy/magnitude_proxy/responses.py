@@ -97,6 +97,8 @@ def _said(parts: Sequence[Part]) -> list[Message]:
     messages: list[Message] = []
     for part in parts:
         last = messages[-1] if messages else None
+        if part.kind == "thought":
+            continue
         if part.kind != "call":
             messages.append({"role": "assistant", "content": part.text})
             continue

@@ -12,7 +12,7 @@ import pytest
 
 from magnitude_engine import api
 from magnitude_proxy.config import DeadlineConfig, KeyConfig, UpstreamConfig, WorkerConfig
-from testkit.dialects import asked, named_events, worker_and_upstream
+from testkit.dialects import THOUGHTFUL, THOUGHTS, asked, named_events, worker_and_upstream
 from testkit.proxy import Proxy, Reply, proxy_config, proxying, routing
 from testkit.routes import (
     FOREVER,
@@ -27,7 +27,7 @@ from testkit.routes import (
     started,
 )
 from testkit.scripted_worker import ScriptedWorker
-from testkit.upstream import OpenAIStub
+from testkit.upstream import STREAM_HEAD, OpenAIStub, ScriptedServer, json_answer
 
 ASK: dict[str, Any] = {"model": "magnitude", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"name": "weather", "description": "Now", "input_schema": {"type": "object"}}
@@ -231,6 +231,21 @@ async def test_an_upstream_gets_the_chat(tmp_path: Path) -> None:
     assert seen.status == 200
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     assert stub.requests[1].body["messages"] == [{"role": "user", "content": [image]}]
+
+
+@pytest.mark.parametrize(("thinking", "shown"), [({"type": "enabled", "budget_tokens": 1024}, True), (None, False)])
+async def test_what_an_upstreams_model_thought_is_told_to_who_asked(
+    tmp_path: Path, thinking: dict[str, Any] | None, shown: bool
+) -> None:
+    server = ScriptedServer([[json_answer(THOUGHTFUL)], [STREAM_HEAD, THOUGHTS]])
+    async with server, proxying(proxy_config(tmp_path, server.url)) as proxy:
+        whole = (await ask(proxy, model="m", thinking=thinking)).json
+        events = named_events(await ask(proxy, model="m", thinking=thinking, stream=True))
+    thought = [{"type": "thinking", "thinking": "Hm. So.", "signature": ""}] if shown else []
+    assert whole["content"] == [*thought, {"type": "text", "text": "Yes."}]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    thoughts = [{"type": "thinking_delta", "thinking": piece} for piece in ("Hm. ", "So.")] if shown else []
+    assert deltas == [*thoughts, {"type": "text_delta", "text": "Yes."}]
 
 
 async def test_another_route_takes_over_before_the_first_content(tmp_path: Path) -> None:

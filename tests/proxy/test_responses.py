@@ -11,7 +11,7 @@ import pytest
 from magnitude_engine import api
 from magnitude_proxy.config import DeadlineConfig, KeyConfig, StoreConfig, WorkerConfig
 from testkit import store, wire
-from testkit.dialects import asked, named_events, worker_and_upstream
+from testkit.dialects import THOUGHTFUL, THOUGHTS, asked, named_events, worker_and_upstream
 from testkit.proxy import Proxy, Reply, proxy_config, proxying, routing
 from testkit.routes import (
     FOREVER,
@@ -25,7 +25,7 @@ from testkit.routes import (
     finished,
     started,
 )
-from testkit.upstream import OpenAIStub
+from testkit.upstream import STREAM_HEAD, OpenAIStub, ScriptedServer, json_answer
 
 ASK: dict[str, Any] = {"model": "magnitude", "input": "Hi"}
 TOOL = {"type": "function", "name": "weather", "description": "Now", "parameters": {"type": "object"}}
@@ -198,12 +198,33 @@ async def test_an_upstream_gets_the_chat(tmp_path: Path) -> None:
         picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}
         await ask(proxy, model="stub-model", input=[{"role": "user", "content": [picture]}])
     assert stub.requests[0].path == "/v1/chat/completions"
-    assert stub.requests[0].body == {**CHAT, "model": "stub-model", "stream": False}
+    wanted = {**CHAT, "model": "stub-model", "stream": False, "reasoning_effort": "low", "verbosity": "low"}
+    assert stub.requests[0].body == wanted
     assert reply.json["output"][0]["arguments"] == stub.arguments
     assert events[-1]["response"]["output"][0]["arguments"] == stub.arguments
     assert reply.header("x-magnitude-route") == "upstream:u0"
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
     assert stub.requests[2].body["messages"] == [{"role": "user", "content": [image]}]
+
+
+async def test_what_an_upstreams_model_thought_is_an_item_of_its_own(tmp_path: Path) -> None:
+    whole_answer = json_answer(THOUGHTFUL)
+    server = ScriptedServer([[whole_answer], [STREAM_HEAD, THOUGHTS], [whole_answer]])
+    async with server, proxying(proxy_config(tmp_path, server.url)) as proxy:
+        whole = (await ask(proxy, model="m")).json
+        events = checked_events(await ask(proxy, model="m", stream=True))
+        kept = await proxy.post("/responses", {"model": "m", "input": "Well?", "previous_response_id": whole["id"]})
+    thought, said = whole["output"]
+    assert (thought["type"], thought["content"][0]["text"], said["content"][0]["text"]) == (
+        "reasoning",
+        "Hm. So.",
+        "Yes.",
+    )
+    assert anonymous(events[-1]["response"])["output"] == anonymous(whole)["output"]
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert deltas == ["Hm. ", "So."]
+    assert kept.status == 200
+    assert b"Hm." not in server.requests[2]
 
 
 async def test_functions_of_a_namespace(tmp_path: Path) -> None:

@@ -12,6 +12,19 @@ from magnitude_engine import api
 from magnitude_proxy.config import ProxyConfig, UpstreamConfig, WorkerConfig
 from testkit.proxy import Reply, proxy_config
 from testkit.routes import ScriptedRoute
+from testkit.upstream import chunk, sse
+
+# An answer of a model that thinks, whole and as a stream; servers differ in the name of the field.
+THOUGHTFUL = {
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm. So."},
+            "finish_reason": "stop",
+        }
+    ]
+}
+THOUGHTS = sse(chunk(reasoning="Hm. "), chunk(reasoning="So."), chunk("Yes."), chunk(finish="stop"), "[DONE]")
 
 
 def worker_and_upstream(folder: Path, **changes: Any) -> ProxyConfig:

@@ -19,11 +19,13 @@ class Gathering:
         label: the route that answers.
         started: what the worker said of the prompt; None before, and of an upstream.
         finished: how it ended; None before.
+        thoughts: whether the client reads what an upstream's model thought.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, thoughts: bool = True) -> None:
         self._names = names
-        self.parts = Parts()
+        self.thoughts = thoughts
+        self.parts = Parts(thoughts)
         self.label = ""
         self.started: api.Started | None = None
         self.finished: api.Finished | None = None

@@ -28,6 +28,8 @@ from magnitude_proxy.dialect.messages_replies import (
     StopDelta,
     TextBlock,
     TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
     ToolUseBlock,
     WholeMessage,
     error_reply,
@@ -49,12 +51,13 @@ class MessageAnswer(Gathering):
         max_tokens: the client's limit.
         limited: the worker was told that limit; otherwise the context's end was its limit.
         dropped: see `Dialect`.
+        thoughts: the client asked for the model's thinking.
     """
 
     keepalive = frame(Ping())
 
-    def __init__(self, max_tokens: int, limited: bool, dropped: tuple[str, ...]) -> None:
-        super().__init__(NAMES)
+    def __init__(self, max_tokens: int, limited: bool, dropped: tuple[str, ...], thoughts: bool) -> None:
+        super().__init__(NAMES, thoughts)
         self._max_tokens = max_tokens
         self._limited = limited
         self.dropped = dropped
@@ -113,7 +116,7 @@ class MessageScript:
     def __init__(self, answer: MessageAnswer, head: Head) -> None:
         self._answer = answer
         self._head = head
-        self._parts = Parts()
+        self._parts = Parts(answer.thoughts)
         self._begun = False
 
     def frames(self, batch: list[Item]) -> bytes:
@@ -160,15 +163,23 @@ def _event(change: Change) -> Event:
     if isinstance(change, Opened):
         if part.kind == "call":
             return BlockStart(index=part.index, content_block=ToolUseBlock(id=part.id, name=part.name, input={}))
-        return BlockStart(index=part.index, content_block=TextBlock(text=""))
+        empty = ThinkingBlock(thinking="") if part.kind == "thought" else TextBlock(text="")
+        return BlockStart(index=part.index, content_block=empty)
     if isinstance(change, Grown):
-        delta = InputDelta(partial_json=change.piece) if part.kind == "call" else TextDelta(text=change.piece)
-        return BlockDelta(index=part.index, delta=delta)
+        return BlockDelta(index=part.index, delta=_growth(part, change.piece))
     return BlockStop(index=part.index)
 
 
-def _block(part: Part, *, cut: bool) -> TextBlock | ToolUseBlock | None:
+def _growth(part: Part, piece: str) -> TextDelta | ThinkingDelta | InputDelta:
+    if part.kind == "call":
+        return InputDelta(partial_json=piece)
+    return ThinkingDelta(thinking=piece) if part.kind == "thought" else TextDelta(text=piece)
+
+
+def _block(part: Part, *, cut: bool) -> TextBlock | ThinkingBlock | ToolUseBlock | None:
     """Returns the block of a part; None for a call that is not complete in an answer that was cut."""
+    if part.kind == "thought":
+        return ThinkingBlock(thinking=part.text)
     if part.kind != "call":
         return TextBlock(text=part.text)
     try:

@@ -40,6 +40,13 @@ class TextBlock(Reply, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBlock(Reply, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """What a model thought before its answer; unsigned, since no server of this form signs it."""
+
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(Reply, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
     """A tool call; `input` is an object."""
 
@@ -54,7 +61,7 @@ class WholeMessage(Reply, frozen=True, kw_only=True, tag_field="type", tag="mess
     id: str
     model: str
     usage: MessageUsage
-    content: tuple[TextBlock | ToolUseBlock, ...] = ()
+    content: tuple[TextBlock | ThinkingBlock | ToolUseBlock, ...] = ()
     stop_reason: str | None = None
     stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
@@ -70,13 +77,19 @@ class BlockStart(Reply, frozen=True, kw_only=True, tag_field="type", tag="conten
     """A block begins, empty."""
 
     index: int
-    content_block: TextBlock | ToolUseBlock
+    content_block: TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class TextDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="text_delta"):
     """More text."""
 
     text: str
+
+
+class ThinkingDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="thinking_delta"):
+    """More of a thought."""
+
+    thinking: str
 
 
 class InputDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="input_json_delta"):
@@ -89,7 +102,7 @@ class BlockDelta(Reply, frozen=True, kw_only=True, tag_field="type", tag="conten
     """A block grows."""
 
     index: int
-    delta: TextDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(Reply, frozen=True, kw_only=True, tag_field="type", tag="content_block_stop"):

@@ -47,11 +47,12 @@ _SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,64})$")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MessagesAsked:
-    """A checked request: the chat that it is, its own limit, and what of it no route gets."""
+    """A checked request: the chat that it is, its own limit, what of it no route gets, whether it wants thoughts."""
 
     chat: Asked
     max_tokens: int
     dropped: tuple[str, ...]
+    thoughts: bool
 
 
 def read_messages_request(raw: bytes, seed: int, context: int | None) -> MessagesAsked:
@@ -77,7 +78,9 @@ def read_messages_request(raw: bytes, seed: int, context: int | None) -> Message
         hints=msgspec.structs.replace(read.hints, metadata_session_id=_session(asked.metadata or {})),
         ignored=(),
     )
-    return MessagesAsked(made, asked.max_tokens, chat.dropped)
+    thinking = body.get("thinking")
+    thoughts = isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive")
+    return MessagesAsked(made, asked.max_tokens, chat.dropped, thoughts)
 
 
 def read_count_request(raw: bytes, seed: int) -> Asked:

@@ -1,7 +1,7 @@
 """An answer as a sequence of parts, one open at a time: what Responses calls items and Messages content blocks.
 
-A part is a text, a refusal or a tool call. A delta closes the open part where it begins another kind or another call;
-what was closed never grows again.
+A part is a thought (an upstream's `reasoning_content` or `reasoning`), a text, a refusal or a tool call. A delta closes
+the open part where it begins another kind or another call; what was closed never grows again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from magnitude_engine import api
 
-PartKind = Literal["text", "refusal", "call"]
+PartKind = Literal["thought", "text", "refusal", "call"]
+_THOUGHTS = ("reasoning_content", "reasoning")
 
 
 class Interleaved(ValueError):
@@ -26,7 +27,7 @@ class Part:
     Attributes:
         call: place of a tool call among the answer's calls, as its pieces name it.
         id, name: of a tool call.
-        pieces: its text, refusal or arguments so far.
+        pieces: its thought, text, refusal or arguments so far.
     """
 
     kind: PartKind
@@ -67,9 +68,10 @@ Change = Opened | Grown | Closed
 
 
 class Parts:
-    """The parts of one choice, in the order in which they began."""
+    """The parts of one choice, in the order in which they began; thoughts are left out unless the client reads them."""
 
-    def __init__(self) -> None:
+    def __init__(self, thoughts: bool = True) -> None:
+        self._thoughts = thoughts
         self.parts: list[Part] = []
         self._open: Part | None = None
         self._unnamed = False
@@ -80,6 +82,9 @@ class Parts:
         Raises:
             Interleaved: a piece belongs to a call that is closed.
         """
+        thought = next((piece for name in _THOUGHTS if isinstance(piece := delta.extra.get(name), str)), "")
+        if thought and self._thoughts:
+            yield from self._words("thought", thought)
         if delta.text or (delta.logprobs and not delta.tool_calls):
             yield from self._words("text", delta.text, delta.logprobs)
         if delta.refusal:

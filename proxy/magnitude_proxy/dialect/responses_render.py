@@ -3,6 +3,7 @@
     created → in_progress → items → completed, incomplete or failed
     a message:  output_item.added → content_part.added → output_text.delta* → output_text.done → content_part.done
                 → output_item.done
+    a thought:  the same with reasoning_text in place of output_text
     a call:     output_item.added → function_call_arguments.delta* → function_call_arguments.done → output_item.done
 
 An answer that its client may go on from is kept before its end is sent.
@@ -210,6 +211,8 @@ class ResponseScript:
             return self._piece(part, "function_call_arguments.delta", delta=change.piece)
         if part.kind == "refusal":
             return self._piece(part, "refusal.delta", content_index=0, delta=change.piece)
+        if part.kind == "thought":
+            return self._piece(part, "reasoning_text.delta", content_index=0, delta=change.piece)
         logprobs = token_replies(change.logprobs)
         return self._piece(part, "output_text.delta", content_index=0, delta=change.piece, logprobs=logprobs)
 
@@ -220,6 +223,8 @@ class ResponseScript:
             )
         elif part.kind == "refusal":
             yield self._piece(part, "refusal.done", content_index=0, refusal=part.text)
+        elif part.kind == "thought":
+            yield self._piece(part, "reasoning_text.done", content_index=0, text=part.text)
         else:
             logprobs = token_replies(tuple(part.logprobs))
             yield self._piece(part, "output_text.done", content_index=0, text=part.text, logprobs=logprobs)

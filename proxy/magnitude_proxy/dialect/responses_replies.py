@@ -29,6 +29,21 @@ class RefusalContent(Reply, frozen=True, kw_only=True, tag_field="type", tag="re
     refusal: str
 
 
+class ThoughtContent(Reply, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """What the model thought."""
+
+    text: str
+
+
+class ThoughtItem(Reply, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought before its answer."""
+
+    id: str
+    status: Status
+    content: tuple[ThoughtContent, ...]
+    summary: tuple[()] = ()
+
+
 class MessageItem(Reply, frozen=True, kw_only=True, tag_field="type", tag="message"):
     """What the model says."""
 
@@ -49,8 +64,8 @@ class CallItem(Reply, frozen=True, kw_only=True, tag_field="type", tag="function
     namespace: str | UnsetType = UNSET
 
 
-Content = TextContent | RefusalContent
-OutputItem = MessageItem | CallItem
+Content = TextContent | RefusalContent | ThoughtContent
+OutputItem = MessageItem | CallItem | ThoughtItem
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
@@ -203,17 +218,20 @@ class PieceEvent(Event, frozen=True, kw_only=True):
 EVENTS = (ResponseEvent, ItemEvent, ContentEvent, PieceEvent)
 
 
+_PREFIXES = {"call": "fc", "thought": "rs"}
+
+
 def item_id(response: str, part: Part) -> str:
     """Returns the id of a part's item."""
-    prefix = "fc" if part.kind == "call" else "msg"
+    prefix = _PREFIXES.get(part.kind, "msg")
     return f"{prefix}_{response.removeprefix('resp_')}{part.index:02x}"
 
 
 def content(part: Part) -> Content:
-    """Returns the content of a text or refusal so far."""
-    if part.kind == "refusal":
-        return RefusalContent(refusal=part.text)
-    return TextContent(text=part.text, logprobs=token_replies(tuple(part.logprobs)))
+    """Returns the content of a thought, text or refusal so far."""
+    if part.kind == "thought":
+        return ThoughtContent(text=part.text)
+    return _words(part)
 
 
 def output_item(response: str, part: Part, status: Status, called: Called) -> OutputItem:
@@ -230,7 +248,15 @@ def output_item(response: str, part: Part, status: Status, called: Called) -> Ou
             status=status,
             namespace=called.namespace or UNSET,
         )
-    return MessageItem(id=name, status=status, content=() if begun else (content(part),))
+    if part.kind == "thought":
+        return ThoughtItem(id=name, status=status, content=() if begun else (ThoughtContent(text=part.text),))
+    return MessageItem(id=name, status=status, content=() if begun else (_words(part),))
+
+
+def _words(part: Part) -> TextContent | RefusalContent:
+    if part.kind == "refusal":
+        return RefusalContent(refusal=part.text)
+    return TextContent(text=part.text, logprobs=token_replies(tuple(part.logprobs)))
 
 
 def token_replies(entries: tuple[api.TokenLogprob, ...]) -> tuple[TokenReply, ...]:

@@ -109,6 +109,9 @@ def _chat(body: dict[str, Any], asked: ResponsesRequest, tools: Tools, messages:
         "response_format": _format(asked.text),
         "tools": tools.chat or None,
         "tool_choice": tools.choice(asked.tool_choice),
+        # For upstreams; a worker has no words for them.
+        "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
+        "verbosity": None if asked.text is None else asked.text.verbosity,
     }
     passed = ("temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user")
     chat |= {name: body.get(name) for name in (*passed, "service_tier", "magnitude")}
@@ -122,6 +125,8 @@ def _unheard(body: dict[str, Any], asked: ResponsesRequest) -> tuple[str, ...]:
     names = [name for name in ignored_fields(body, ResponsesRequest) if name not in _SILENT and body[name] is not None]
     if body.get("truncation") == "disabled":
         names.remove("truncation")
+    if asked.reasoning is not None:
+        names.append("reasoning")
     if asked.text is not None and asked.text.verbosity is not None:
         names.append("text.verbosity")
     return tuple(names)

@@ -69,6 +69,12 @@ class TextConfig(Wire, frozen=True, kw_only=True):
     verbosity: str | None = None
 
 
+class Reasoning(Wire, frozen=True, kw_only=True):
+    """How much the model thinks; a local worker's does not."""
+
+    effort: str | None = None
+
+
 class ResponsesRequest(Wire, frozen=True, kw_only=True):
     """Body of `POST /v1/responses`."""
 
@@ -87,6 +93,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
+    reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     background: bool | None = None
     prompt_cache_key: str | None = None
