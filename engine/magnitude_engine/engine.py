@@ -128,6 +128,10 @@ class Engine:
         """Takes in what a tool of a session does; its output is computed ahead as it comes."""
         self._predictor.tool_event(event)
 
+    def expect(self, expect: api.Expect) -> None:
+        """Takes in that a session comes back with other messages; they are computed ahead."""
+        self._predictor.expect(expect)
+
     def register(
         self,
         register: api.Register,

@@ -138,6 +138,17 @@ class Predictor:
         if event.kind != "started":
             self._ask(owner)
 
+    def expect(self, expect: api.Expect) -> None:
+        """The session comes back with other messages before its last answer; unknown sessions are ignored."""
+        owner = SessionKey(expect.tenant, expect.session, expect.branch)
+        with self._lock:
+            expected = self._sessions.get(owner)
+            if expected is None:
+                return
+            messages = (*expect.messages, expected.chat.messages[-1])
+            expected.chat = msgspec.structs.replace(expected.chat, messages=messages)
+        self._ask(owner)
+
     def register(self, register: api.Register, done: Callable[[], None]) -> None:
         """Settles what every prompt with these tools and this system prompt begins with.
 

@@ -174,6 +174,8 @@ class _Connection:
                 self._send(self._engine.status())
             case api.ToolEvent():
                 self._engine.tool_event(command)
+            case api.Expect():
+                self._engine.expect(command)
             case api.Register():
                 self._register(command)
             case api.EndSession():

@@ -341,11 +341,12 @@ class Stepper:
     def _complete_if_done(self, job: Job) -> None:
         if any(s.finish is None for s in job.sequences):
             return
+        # Before the end is told: whoever hears of it may say at once what the session comes back with.
+        self._hooks.answered(job.sequences[0])
         job.answer.completed(job.usage)
         self.telemetry.count(names.REQUESTS_COMPLETED)
         self.request_seconds += SMOOTHING * (self._hooks.clock() - job.arrived - self.request_seconds)
         self._drop(job)
-        self._hooks.answered(job.sequences[0])
 
     def _fail_numeric(self, job: Job) -> None:
         """Ends a job whose logits are not finite; nothing that it computed, or started from, is found again."""

@@ -19,6 +19,7 @@ from magnitude_engine import api
 from magnitude_proxy.dialect.form import Dialect, Events, Item, Script, Tally
 from magnitude_proxy.dialect.openai import OpenAI
 from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
+from magnitude_proxy.pruner import answered
 from magnitude_proxy.session import Lease, StepOutcome
 from magnitude_proxy.surface import Exchange, Surface
 from magnitude_proxy.telemetry import CACHED_TOKENS, COMPLETION_TOKENS, FIRST_TOKEN_SECONDS, PROMPT_TOKENS, proxy_log
@@ -157,6 +158,8 @@ class Answer:
             headers["x-magnitude-route"] = tally.label
         if tally.reason is not None:
             headers["x-magnitude-fallback-reason"] = tally.reason
+        if self._asked.pruned is not None:
+            headers["x-magnitude-pruned-tokens"] = str(self._asked.pruned.saved(tally.label))
         if self._lease.degraded:
             headers["x-magnitude-degraded"] = "store"
         if self._lease.identity.advice is not None:
@@ -171,6 +174,7 @@ class Answer:
     def _commit(self, *, ok: bool) -> None:
         """Records the step in its session and the tokens in the metrics."""
         tally, usage, telemetry = self._tally, self._tally.usage, self._surface.telemetry
+        pruned = self._asked.pruned
         route = tally.label or "none"
         telemetry.count(PROMPT_TOKENS, usage.prompt_tokens, route=route)
         telemetry.count(CACHED_TOKENS, usage.cached_tokens, route=route)
@@ -186,8 +190,12 @@ class Answer:
             ok=ok,
             tracked=self._asked.tracked,
             aside=self._lease.identity.aside,
+            anchors=() if pruned is None else pruned.said.anchors,
+            place=-1 if pruned is None else len(pruned.scene.lines),
         )
         self._surface.sessions.commit(self._lease, outcome)
+        if pruned is not None and ok:
+            answered(self._surface, self._lease, pruned, route)
 
 
 def _speculation(usage: api.Usage) -> dict[str, int]:

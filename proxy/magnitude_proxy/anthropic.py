@@ -15,6 +15,7 @@ from magnitude_proxy.dialect.messages_replies import error_reply
 from magnitude_proxy.dialect.messages_requests import NAMES, read_count_request, read_messages_request
 from magnitude_proxy.errors import ErrorBody, NotFound, from_failed
 from magnitude_proxy.middleware import Handler, read_body
+from magnitude_proxy.pruner import pruned, watched
 from magnitude_proxy.surface import EXCHANGE, SURFACE
 
 ROUTE = "/v1/messages"
@@ -37,11 +38,12 @@ async def messages(request: web.Request) -> web.StreamResponse:
     offer = surface.catalogue.offer(asked.chat.model)
     lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
     answer_id = f"msg_{uuid.uuid4().hex}"
-    step = steps(asked.chat, lease, salt, answer_id, offer, priority(request, asked.chat))[0]
+    chat = await pruned(surface, request.headers, salt, lease, asked.chat)
+    step = steps(chat, lease, salt, answer_id, offer, priority(request, chat))[0]
     limited = asked.chat.generate.max_tokens is not None
     dialect = MessageAnswer(asked.max_tokens, limited, asked.dropped, asked.thoughts)
-    answer = Answer(surface, exchange, asked.chat, lease, answer_id, dialect)
-    return await answer.send(request, dialect.passing(surface.dispatcher.run(step)))
+    answer = Answer(surface, exchange, chat, lease, answer_id, dialect)
+    return await answer.send(request, dialect.passing(watched(chat, surface.dispatcher.run(step))))
 
 
 async def count_tokens(request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ from magnitude_proxy.answer import Answer
 from magnitude_proxy.catalogue import Offer
 from magnitude_proxy.errors import Unauthorized
 from magnitude_proxy.middleware import read_body
+from magnitude_proxy.pruner import pruned, watched
 from magnitude_proxy.routing.route import Step
 from magnitude_proxy.session import Lease
 from magnitude_proxy.surface import EXCHANGE, SURFACE
@@ -33,9 +34,11 @@ async def chat(request: web.Request) -> web.StreamResponse:
     salt = tenant_salt(request)
     offer = surface.catalogue.offer(asked.model)
     lease = await surface.sessions.enter(salt, request.headers, asked.hints)
+    asked = await pruned(surface, request.headers, salt, lease, asked)
     answer_id = f"chatcmpl-{random.getrandbits(128):032x}"
     step = steps(asked, lease, salt, answer_id, offer, priority(request, asked))[0]
-    return await Answer(surface, exchange, asked, lease, answer_id).send(request, surface.dispatcher.run(step))
+    events = watched(asked, surface.dispatcher.run(step))
+    return await Answer(surface, exchange, asked, lease, answer_id).send(request, events)
 
 
 def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer, urgency: int = 0) -> list[Step]:

@@ -24,6 +24,7 @@ from magnitude_proxy.chat import tenant_salt
 from magnitude_proxy.errors import BadRequest, ProxyError, Unavailable
 from magnitude_proxy.identity import branch_name
 from magnitude_proxy.middleware import read_body
+from magnitude_proxy.pruner import marked
 from magnitude_proxy.session import SessionRecord
 from magnitude_proxy.sessions import found, store_down, unknown_session
 from magnitude_proxy.store.connection import StoreDown
@@ -202,6 +203,7 @@ class Feed:
             raise unknown_session()
         if step == NO_STEP:
             raise BadRequest("step is none of the session's last 64 answered steps", param="step")
+        marked(self.surface, self.record.session)
 
 
 def neutral(event: SessionEvent, salt: str, session: str, branch: str) -> api.ToolEvent:

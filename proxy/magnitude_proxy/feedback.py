@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, UnsetType
 from magnitude_proxy.chat import tenant_salt
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.middleware import read_body
+from magnitude_proxy.pruner import marked
 from magnitude_proxy.sessions import store_down
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.credit import KEPT, Fate, Feedback
@@ -63,6 +64,8 @@ async def feedback(request: web.Request) -> web.Response:
     except StoreDown as down:
         raise store_down() from down
     surface.telemetry.count(FEEDBACK, outcome=fate.outcome)
+    if record is not None and fate.outcome == "added":
+        marked(surface, record.session)
     reason = _REJECTED.get(fate.outcome)
     reply = FeedbackReply(status="acknowledged") if reason is None else FeedbackReply(status="rejected", reason=reason)
     return web.Response(body=msgspec.json.encode(reply), content_type="application/json")

@@ -19,6 +19,7 @@ from magnitude_proxy.dialect.responses_requests import LOGPROBS, UNNAMED, Messag
 from magnitude_proxy.dialect.responses_wire import ResponsesRequest, TextFormat
 from magnitude_proxy.errors import BadRequest, NotFound, Unavailable
 from magnitude_proxy.middleware import read_body
+from magnitude_proxy.pruner import pruned, watched
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.responses import KeptResponse, KeptResponses
 from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
@@ -36,10 +37,11 @@ async def create(request: web.Request) -> web.StreamResponse:
     offer = surface.catalogue.offer(asked.chat.model)
     lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
     name = f"resp_{uuid.uuid4().hex}"
-    step = steps(asked.chat, lease, salt, name, offer, priority(request, asked.chat))[0]
+    chat = await pruned(surface, request.headers, salt, lease, asked.chat)
+    step = steps(chat, lease, salt, name, offer, priority(request, chat))[0]
     dialect = _answer(surface, salt, asked, name)
-    answer = Answer(surface, exchange, asked.chat, lease, name, dialect)
-    return await answer.send(request, dialect.passing(surface.dispatcher.run(step)))
+    answer = Answer(surface, exchange, chat, lease, name, dialect)
+    return await answer.send(request, dialect.passing(watched(chat, surface.dispatcher.run(step))))
 
 
 async def show(request: web.Request) -> web.Response:

@@ -25,6 +25,7 @@ from magnitude_proxy.store.connection import KNOCK_S, StoreConnection, StoreDown
 from magnitude_proxy.store.embedded import EmbeddedStore
 from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
 from magnitude_proxy.store.memory import MemoryStore
+from magnitude_proxy.store.pruned import Prunings
 from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcome, after
 from magnitude_proxy.store.responses import KeptResponses
 from magnitude_proxy.telemetry import (
@@ -69,6 +70,7 @@ class Sessions:
     Attributes:
         book: the sessions as clients ask for them.
         responses: the answers that clients may go on from.
+        prunings: what was dropped from their prompts.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Sessions:
         self._lineage = Lineage()
         self.book = SessionBook(self._memory, link, config.session_ttl_s, self._lineage.counted)
         self.responses = KeptResponses(link, min(config.session_ttl_s, RESPONSE_TTL_S))
+        self.prunings = Prunings(link, config.session_ttl_s)
         telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
 
     @property

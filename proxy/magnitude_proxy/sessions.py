@@ -18,6 +18,7 @@ from magnitude_proxy.errors import BadRequest, NotFound, Unavailable
 from magnitude_proxy.session import SessionRecord, State
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.credit import Feedback, SessionView, credited
+from magnitude_proxy.store.pruned import Drop, Kind
 from magnitude_proxy.surface import SURFACE, Surface
 from magnitude_proxy.wire.replies import Reply
 
@@ -71,7 +72,7 @@ class SessionsReply(Reply, frozen=True, kw_only=True):
 
 
 class StepReply(Reply, frozen=True, kw_only=True):
-    """One of the last 64 steps: kept because its request asked for it, or said to be dead.
+    """One of the last 64 steps: kept because its request asked for that or for pruning, or said to be dead.
 
     Attributes:
         at: Unix seconds of its end.
@@ -97,6 +98,28 @@ class KeptFeedback(Reply, frozen=True, kw_only=True):
     timestamp: str
 
 
+class DropReply(Reply, frozen=True, kw_only=True):
+    """Something that the session's prompts are not given any more; see `store.pruned.Drop`.
+
+    Attributes:
+        messages: indices in the client's own list when it was decided; `digest` is theirs.
+        at: Unix seconds.
+        ahead: decided while the session waited, so that the shorter prompt was computed meanwhile.
+        counted: whether the worker counted `tokens`, which otherwise are estimated.
+    """
+
+    kind: Kind
+    messages: tuple[int, ...]
+    digest: str
+    reason: str
+    step: int | None
+    branch: str
+    at: float
+    ahead: bool
+    tokens: int
+    counted: bool
+
+
 class BranchCache(Reply, frozen=True, kw_only=True):
     """What the worker holds of a branch: tokens, the tool that it waits for, and when that is expected back."""
 
@@ -116,6 +139,7 @@ class SessionReport(SessionReply, frozen=True, kw_only=True):
 
     tracked_steps: tuple[StepReply, ...]
     feedback: tuple[KeptFeedback, ...]
+    pruned: tuple[DropReply, ...]
     cache: tuple[BranchCache, ...] | None
     advice: str | None = None
 
@@ -150,11 +174,13 @@ async def shown(request: web.Request) -> web.Response:
     surface, record = request.app[SURFACE], await found(request)
     try:
         view = await surface.sessions.book.view(record.session)
+        drops = await surface.sessions.prunings.of(record.session)
     except StoreDown as down:
         raise store_down() from down
     if view is None:
         raise unknown_session()
-    return _json(_report(view, surface.config.store.session_ttl_s, await _cache(surface, tenant_salt(request), record)))
+    cache = await _cache(surface, tenant_salt(request), record)
+    return _json(_report(view, drops, surface.config.store.session_ttl_s, cache))
 
 
 async def deleted(request: web.Request) -> web.Response:
@@ -166,6 +192,7 @@ async def deleted(request: web.Request) -> web.Response:
         raise store_down() from down
     if not ended:
         raise unknown_session()
+    surface.sessions.prunings.forget(record.session)
     if surface.worker is not None:
         await surface.worker.tell(api.EndSession(tenant=tenant_salt(request), session=record.session))
     return _json(DeletedReply(id=record.session))
@@ -229,11 +256,14 @@ def _reply(record: SessionRecord, ttl_s: float) -> SessionReply:
     )
 
 
-def _report(view: SessionView, ttl_s: float, cache: tuple[BranchCache, ...] | None) -> SessionReport:
+def _report(
+    view: SessionView, drops: tuple[Drop, ...], ttl_s: float, cache: tuple[BranchCache, ...] | None
+) -> SessionReport:
     return SessionReport(
         **msgspec.structs.asdict(_reply(view.record, ttl_s)),
         tracked_steps=tuple(_step(view, number) for number in sorted({*view.steps, *view.dead})),
         feedback=tuple(map(_feedback, view.feedback)),
+        pruned=tuple(map(_drop, drops)),
         cache=cache,
         advice=view.advice or None,
     )
@@ -253,6 +283,21 @@ def _step(view: SessionView, number: int) -> StepReply:
         ok=kept.ok,
         success=None if said is None else said.success,
         dead=dead,
+    )
+
+
+def _drop(drop: Drop) -> DropReply:
+    return DropReply(
+        kind=drop.kind,
+        messages=tuple(range(drop.index, drop.index + drop.count)),
+        digest=drop.digest,
+        reason=drop.reason,
+        step=drop.step,
+        branch=drop.branch,
+        at=drop.at_s,
+        ahead=drop.ahead,
+        tokens=drop.tokens,
+        counted=drop.counted,
     )
 
 

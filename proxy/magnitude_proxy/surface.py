@@ -18,6 +18,7 @@ from magnitude_proxy.access import KeyRing, Tenant
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
 from magnitude_proxy.errors import TooManyRequests
+from magnitude_proxy.pruning.scene import Recents
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.session import Sessions
 from magnitude_proxy.telemetry import Telemetry
@@ -48,7 +49,7 @@ class Worker(Protocol):
     async def register(self, register: api.Register) -> api.Registered | api.Failed:
         """Returns what it compiled of tools registered ahead, or why it did not."""
 
-    async def tell(self, *news: api.ToolEvent | api.EndSession) -> bool:
+    async def tell(self, *news: api.ToolEvent | api.EndSession | api.Expect) -> bool:
         """Sends what has no answer, no faster than it is taken; False while there is no worker to take it."""
 
 
@@ -153,6 +154,7 @@ class Surface:
         now: Unix seconds.
         clock: monotonic seconds.
         seed: a new random seed for a request without one.
+        recents: sessions between two steps, whose prompts may become shorter meanwhile.
     """
 
     config: ProxyConfig
@@ -167,6 +169,7 @@ class Surface:
     refused: asyncio.Event = field(default_factory=asyncio.Event)
     drain: Drain = field(default_factory=Drain)
     turnstile: Turnstile = field(default_factory=Turnstile)
+    recents: Recents = field(default_factory=Recents)
     now: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
     seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS)

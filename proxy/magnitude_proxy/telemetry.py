@@ -49,6 +49,7 @@ REQUEST_SECONDS = Metric("request_seconds", "histogram", "time to the last byte"
 FIRST_TOKEN_SECONDS = Metric("first_token_seconds", "histogram", "time to the first content", ("route",), LATENCY_S)
 PROMPT_TOKENS = Metric("prompt_tokens", "counter", "prompt tokens", ("route",))
 CACHED_TOKENS = Metric("cached_tokens", "counter", "prompt tokens served from cache", ("route",))
+PRUNED_TOKENS = Metric("pruned_tokens", "counter", "tokens that prompts were shorter by, pruned on request", ("route",))
 COMPLETION_TOKENS = Metric("completion_tokens", "counter", "generated tokens", ("route",))
 FALLBACKS = Metric("fallbacks", "counter", "requests that left their first route", ("source", "target", "reason"))
 RETRIES_DENIED = Metric("retries_denied", "counter", "second attempts refused by the retry budget")

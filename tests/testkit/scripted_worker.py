@@ -63,7 +63,7 @@ class ScriptedWorker:
         self.cancelled: list[api.Cancel] = []
         self.generated: list[api.Generate] = []
         self.registered: list[api.Register] = []
-        self.news: list[api.ToolEvent | api.EndSession] = []
+        self.news: list[api.ToolEvent | api.EndSession | api.Expect] = []
         self.go_on = asyncio.Event()
         self.reading = asyncio.Event()
         self.reading.set()
@@ -110,7 +110,7 @@ class ScriptedWorker:
                 elif isinstance(command, api.Register):
                     self.registered.append(command)
                     tasks[command.request, 0] = asyncio.create_task(self._compile(command, writer))
-                elif isinstance(command, api.ToolEvent | api.EndSession):
+                elif isinstance(command, api.ToolEvent | api.EndSession | api.Expect):
                     self.news.append(command)
                 elif isinstance(command, api.Count):
                     counted = len(command.input.messages) if isinstance(command.input, api.ChatInput) else 0

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from magnitude_engine.api.conversation import Format, Frozen, Input, Tool
+from magnitude_engine.api.conversation import Format, Frozen, Input, Message, Tool
 
 PROTOCOL_VERSION = 4
 
@@ -147,6 +147,15 @@ class EndSession(Frozen, tag="end_session", frozen=True, kw_only=True):
     branch: str | None = None
 
 
+class Expect(Frozen, tag="expect", frozen=True, kw_only=True):
+    """A session's next prompt will hold these messages before the last answer, in place of those that it answered."""
+
+    tenant: str
+    session: str
+    branch: str = "main"
+    messages: tuple[Message, ...]
+
+
 class Inspect(Frozen, tag="inspect", frozen=True, kw_only=True):
     """Ask for a `CacheReport`."""
 
@@ -161,4 +170,4 @@ class Hello(Frozen, tag="hello", frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
 
 
-Command = Hello | Generate | Count | Cancel | Probe | ToolEvent | Register | EndSession | Inspect
+Command = Hello | Generate | Count | Cancel | Probe | ToolEvent | Register | EndSession | Expect | Inspect

@@ -54,6 +54,7 @@ class Usage(Frozen, frozen=True, kw_only=True):
         accepted_prediction_tokens, rejected_prediction_tokens: tokens of `Generate.prediction` that were verified, and
             those of them that the answer does not have; None where there was no prediction.
         speculation: drafted and accepted tokens by proposer; those that proposed nothing are absent.
+        pruned_tokens: that the proxy shortened the prompt by; None where its client did not ask for that.
         draft_decisions: what was decided in how many steps: `drafted`, `not worth it` or `nothing known`.
     """
 
@@ -68,6 +69,7 @@ class Usage(Frozen, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    pruned_tokens: int | None = None
     speculation: tuple[ProposerUse, ...] = ()
     draft_decisions: dict[str, int] = msgspec.field(default_factory=dict)
 

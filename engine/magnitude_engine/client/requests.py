@@ -37,6 +37,7 @@ class AnswerOptions(TypedDict, total=False):
         track_feedback: store the step, so that later feedback can be credited to it.
         tools, tool_choice, response_format: as in OpenAI's Chat Completions.
         logprobs: how many alternatives per position (0 or True: the chosen token only).
+        prune: what a chat's prompt may lose: `dead-ends`, `observations`, `thinking`; it changes what the model sees.
         extra_body: further fields of the request, for example `{"top_k": 40}`.
     """
 
@@ -50,6 +51,7 @@ class AnswerOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any] | None
     response_format: Mapping[str, Any] | None
     logprobs: int | bool | None
+    prune: Sequence[str] | None
     extra_body: Mapping[str, Any] | None
 
 
@@ -66,6 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: str | Mapping[str, Any] | None = None
     response_format: Mapping[str, Any] | None = None
     logprobs: int | bool | None = None
+    prune: Sequence[str] | None = None
     extra_body: Mapping[str, Any] | None = None
 
 
@@ -117,6 +120,7 @@ class _Product(msgspec.Struct, omit_defaults=True):
     session: str | None = None
     track_feedback: bool = False
     config: AgentRuntimeConfig | None = None
+    prune: Sequence[str] | None = None
 
 
 def encode(ask: Ask, model: str, config: AgentRuntimeConfig | None) -> bytes:
@@ -144,7 +148,8 @@ def encode(ask: Ask, model: str, config: AgentRuntimeConfig | None) -> bytes:
     else:
         wanted = _alternatives(options)
         body |= {"messages": ask.messages, "logprobs": None if wanted is None else True, "top_logprobs": wanted or None}
-    product = _Product(ask.session_id, options.track_feedback, None if config == AgentRuntimeConfig() else config)
+    known = None if config == AgentRuntimeConfig() else config
+    product = _Product(ask.session_id, options.track_feedback, known, options.prune or None)
     body = {name: value for name, value in body.items() if value is not None}
     body |= {"magnitude": product, **(options.extra_body or {})}
     try:
@@ -173,7 +178,7 @@ def check(ask: Ask) -> None:
         if value is not None and not isfinite(value):
             raise RequestError(f"{name} must be a finite number, not {value}", param=name)
     if ask.messages is None:
-        for name in ("tools", "tool_choice", "response_format"):
+        for name in ("tools", "tool_choice", "response_format", "prune"):
             if getattr(options, name) is not None:
                 raise RequestError(f"{name} needs the chat template: use raw=False", param=name)
 

@@ -59,6 +59,29 @@ class GivenFeedback(msgspec.Struct, frozen=True, kw_only=True):
     timestamp: str
 
 
+class PrunedMessages(msgspec.Struct, frozen=True, kw_only=True):
+    """What the session's prompts are not given any more, because its requests asked for `prune`.
+
+    Attributes:
+        kind: `dead-end`, `thinking`, or `reasoning` (thinking beside the text).
+        messages: indices in the client's own list when it was decided; `digest` is theirs.
+        at: Unix seconds.
+        ahead: decided while the session waited, so that the shorter prompt was computed meanwhile.
+        counted: whether the worker counted `tokens`, which otherwise are estimated.
+    """
+
+    kind: str
+    messages: tuple[int, ...]
+    digest: str
+    reason: str
+    step: int | None
+    branch: str
+    at: float
+    ahead: bool
+    tokens: int
+    counted: bool
+
+
 class CachedBranch(msgspec.Struct, frozen=True, kw_only=True):
     """A branch in the worker's cache: its tokens, the tool that it waits for, and when that is expected back."""
 
@@ -94,6 +117,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
     tracked_steps: tuple[TrackedStep, ...]
     feedback: tuple[GivenFeedback, ...]
+    pruned: tuple[PrunedMessages, ...] = ()
     cache: tuple[CachedBranch, ...] | None
 
 

@@ -69,6 +69,8 @@ def to_generate(ask: Ask, request: str, session: str, branch: str, seed: int) ->
         FeatureUnsupported: an option that the engine does not serve.
     """
     options = ask.options
+    if options.prune:
+        raise FeatureUnsupported("prune is not served in process; leave it out", param="prune")
     if options.extra_body:
         raise FeatureUnsupported("extra_body is not served in process; leave it out", param="extra_body")
     stop = options.stop_sequences or ()

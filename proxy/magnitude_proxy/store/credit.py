@@ -34,7 +34,7 @@ class Fate(NamedTuple):
 
 
 class StepNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of one step; `at_s` is the Unix time of its commit."""
+    """What is kept of one step; `at_s` is the Unix time of its commit, `anchors` and `place` as in `StepOutcome`."""
 
     at_s: float
     branch: str
@@ -44,6 +44,8 @@ class StepNote(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     ok: bool
+    anchors: tuple[str, ...] = ()
+    place: int = -1
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +81,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 def note(branch: str, outcome: StepOutcome, now: float) -> StepNote | None:
     """Returns what to keep of a step; None where its client did not ask for that."""
-    if not outcome.tracked or outcome.aside:
+    if outcome.aside or not (outcome.tracked or outcome.anchors):
         return None
     return StepNote(
         at_s=now,
@@ -90,6 +92,8 @@ def note(branch: str, outcome: StepOutcome, now: float) -> StepNote | None:
         completion_tokens=outcome.completion_tokens,
         cached_tokens=outcome.cached_tokens,
         ok=outcome.ok,
+        anchors=outcome.anchors,
+        place=outcome.place,
     )
 
 

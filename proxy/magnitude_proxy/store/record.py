@@ -59,6 +59,8 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
         ok: the client got a complete answer.
         tracked: the step is kept, so that feedback can be credited to it.
         aside: it was a call beside the conversation: its tokens count, but it is no step.
+        anchors: by what the answer is recognised in a history; the step is kept where there are any. `place` is its
+            index there.
     """
 
     route: str
@@ -70,6 +72,8 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     tracked: bool = False
     aside: bool = False
+    anchors: tuple[str, ...] = ()
+    place: int = -1
 
 
 def state_after(outcome: StepOutcome) -> State:

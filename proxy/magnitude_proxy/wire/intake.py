@@ -16,6 +16,7 @@ from magnitude_engine import api
 from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.identity import IdentityHints
+from magnitude_proxy.pruning.scene import Pruned
 from magnitude_proxy.routing.route import Kind
 from magnitude_proxy.wire.conversation import read_choice, read_messages, read_prediction, read_tools
 from magnitude_proxy.wire.form import read_format
@@ -46,6 +47,7 @@ class Asked:
         predicted: the client sent `prediction`, so that usage must account for it.
         tracked: the client may tell later how the step went (`magnitude.track_feedback`).
         priority: what the body asks for, lower is sooner; None where it asks for none.
+        prune: what the client wants to be dropped from the prompt, as words; `pruned` is what came of it.
         refusal: why the worker cannot serve this, when it cannot.
     """
 
@@ -60,6 +62,8 @@ class Asked:
     predicted: bool = False
     tracked: bool = False
     priority: int | None = None
+    prune: tuple[str, ...] = ()
+    pruned: Pruned | None = None
     refusal: api.Failed | None = None
     ignored: tuple[str, ...] = ()
 
@@ -98,6 +102,7 @@ def chat_asked(body: dict[str, Any], seed: int) -> Asked:
         predicted=asked.prediction is not None,
         tracked=_tracked(asked),
         priority=_priority(asked),
+        prune=tuple((asked.magnitude or MagnitudeOptions()).prune or ()),
         refusal=_refusal(_chat_refusals(asked)),
         ignored=ignored_fields(body, ChatRequest),
     )
@@ -112,6 +117,8 @@ def read_completion(raw: bytes, seed: int) -> Asked:
     body = decode_json(raw)
     asked = convert(body, CompletionRequest)
     _check_stream(asked)
+    if asked.magnitude is not None and asked.magnitude.prune:
+        raise BadRequest("magnitude.prune needs messages; only chats are pruned", param="magnitude.prune")
     inputs = _prompts(asked.prompt)
     first = inputs[0]
     text = first.text if isinstance(first, api.TextInput) else ",".join(map(str, first.ids))

@@ -36,6 +36,7 @@ class EngineFigures(Reply, frozen=True, kw_only=True):
 
     Attributes:
         cached_tokens: all that were found; of these, those that came back from host memory and from disk follow.
+        pruned_tokens: that the prompt is shorter by; only of requests that asked for pruning.
     """
 
     drafted_tokens: int
@@ -44,6 +45,7 @@ class EngineFigures(Reply, frozen=True, kw_only=True):
     cached_tokens: int
     cached_host_tokens: int
     cached_disk_tokens: int
+    pruned_tokens: int | UnsetType = UNSET
 
 
 class UsageReply(Reply, frozen=True, kw_only=True):
@@ -236,6 +238,7 @@ def usage_reply(usage: api.Usage, predicted: bool) -> UsageReply:
             cached_tokens=usage.cached_tokens,
             cached_host_tokens=usage.cached_host_tokens,
             cached_disk_tokens=usage.cached_disk_tokens,
+            pruned_tokens=UNSET if usage.pruned_tokens is None else usage.pruned_tokens,
         ),
     )
 

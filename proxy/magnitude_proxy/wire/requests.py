@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,7 @@ from msgspec import Meta
 from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy.errors import BadRequest
+from magnitude_proxy.pruning.plan import Word
 
 MAX_DEPTH = 64
 MAX_MESSAGES = 10_000
@@ -138,7 +139,7 @@ class StructuredOutputs(Wire, frozen=True, kw_only=True):
 
 
 class MagnitudeOptions(Wire, frozen=True, kw_only=True):
-    """The product's own fields: which session and branch, and what the client's program prefers."""
+    """The product's own fields: which session and branch, what the client's program prefers, what to prune."""
 
     session: SessionName | None = None
     branch: SessionName | None = None
@@ -146,6 +147,7 @@ class MagnitudeOptions(Wire, frozen=True, kw_only=True):
     priority: Priority | None = None
     config: AgentRuntimeConfig | None = None
     track_feedback: bool = False
+    prune: list[Word] | None = None
 
 
 class Common(Wire, frozen=True, kw_only=True):
@@ -227,6 +229,7 @@ _NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9]+(?:\.
 _ENUMS = {
     "role": ("system", "developer", "user", "assistant", "tool"),
     "prediction.type": ("content",),
+    "magnitude.prune": get_args(Word),
     "response_format.type": ("text", "json_object", "json_schema"),
 }
 _TYPES = {

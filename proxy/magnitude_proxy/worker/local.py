@@ -178,7 +178,7 @@ class LocalRoute:
             )
         return reply
 
-    async def tell(self, *news: api.ToolEvent | api.EndSession) -> bool:
+    async def tell(self, *news: api.ToolEvent | api.EndSession | api.Expect) -> bool:
         """Sends what has no answer, no faster than the worker takes it; False while there is none to take it."""
         writer = self._writer
         if writer is None:
