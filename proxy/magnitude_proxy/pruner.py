@@ -76,7 +76,8 @@ async def pruned(surface: Surface, headers: Mapping[str, str], salt: str, lease:
     surface.recents.take(key)
     seen = scene(given, asked.body["messages"], wish)
     known = await _known(surface, key.session, readable=not lease.degraded)
-    drops = await _decide(surface, seen, known, Moment(key, len(seen.lines), ahead=False))
+    made = await _decide(surface, seen, known, Moment(key, len(seen.lines), ahead=False))
+    drops = known.drops + made if await _written(surface, key, made) else known.drops
     cut = settle(seen.lines, drops, wish)
     shown = seen.shown(cut)
     hidden = sum(drop.tokens for drop in cut.drops if drop.kind == "reasoning")
@@ -129,10 +130,10 @@ async def _between(surface: Surface, recent: Recent) -> None:
         known = await _known(surface, recent.key.session, readable=True)
         if known.view is None or not surface.recents.holds(recent):
             return
-        drops = await _decide(surface, recent.scene, known, Moment(recent.key, recent.length, ahead=True))
-        if len(drops) == len(known.drops) or not surface.recents.holds(recent):
+        made = await _decide(surface, recent.scene, known, Moment(recent.key, recent.length, ahead=True))
+        if not surface.recents.holds(recent) or not await _written(surface, recent.key, made):
             return
-        cut = settle(recent.scene.lines, drops, recent.scene.wish, recent.length)
+        cut = settle(recent.scene.lines, known.drops + made, recent.scene.wish, recent.length)
         await worker.tell(
             api.Expect(
                 tenant=recent.salt,
@@ -154,9 +155,9 @@ async def _known(surface: Surface, session: str, *, readable: bool) -> Known:
 
 
 async def _decide(surface: Surface, seen: Scene, known: Known, moment: Moment) -> tuple[Drop, ...]:
-    """Returns what is dropped, with what is dropped from now on; that was written down."""
+    """Returns what is to be dropped beyond what was dropped before."""
     if known.view is None:
-        return known.drops
+        return ()
     ideas = propose(seen.lines, known.drops, seen.wish, dead_steps(known.view), moment.length)
     if surface.worker is not None:
         # The worker's prompts never hold thinking beside the text.
@@ -164,21 +165,24 @@ async def _decide(surface: Surface, seen: Scene, known: Known, moment: Moment) -
     before = settle(seen.lines, known.drops, seen.wish, moment.length)
     chosen = choose(ideas, seen.lines, before, pace(known.view.record, moment.ahead and _idle(surface)))
     if not chosen:
-        return known.drops
+        return ()
     drops = [_drop(seen, idea, moment, surface.now()) for idea in chosen]
     after = settle(seen.lines, (*known.drops, *drops), seen.wish, moment.length)
     fits = [place for place, drop in enumerate(drops) if drop in after.drops]
     total = await _counted(surface, seen, before, after)
     tokens = shares([chosen[place] for place in fits], total)
-    made = [
+    return tuple(
         msgspec.structs.replace(drops[place], tokens=share, counted=total is not None)
         for place, share in zip(fits, tokens, strict=True)
-    ]
+    )
+
+
+async def _written(surface: Surface, key: Key, made: Sequence[Drop]) -> bool:
+    """Writes down what is dropped from now on; False where that is nothing, or cannot be written."""
     try:
-        kept = bool(made) and await surface.sessions.prunings.add(moment.key.session, made)
+        return bool(made) and await surface.sessions.prunings.add(key.session, made)
     except StoreDown:
-        kept = False
-    return (*known.drops, *made) if kept else known.drops
+        return False
 
 
 async def _counted(surface: Surface, seen: Scene, before: Cut, after: Cut) -> int | None:

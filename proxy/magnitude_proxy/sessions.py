@@ -192,6 +192,7 @@ async def deleted(request: web.Request) -> web.Response:
         raise store_down() from down
     if not ended:
         raise unknown_session()
+    surface.recents.forget(record.session)
     surface.sessions.prunings.forget(record.session)
     if surface.worker is not None:
         await surface.worker.tell(api.EndSession(tenant=tenant_salt(request), session=record.session))

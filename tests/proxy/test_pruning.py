@@ -24,8 +24,8 @@ from magnitude_proxy.pruning.plan import (
     shares,
     worth,
 )
-from magnitude_proxy.pruning.scene import Recent, Recents, Said, Scene, scene
 from magnitude_proxy.pruning.scene import Key as SessionKey
+from magnitude_proxy.pruning.scene import Recent, Recents, Said, Scene, scene
 from magnitude_proxy.store.pruned import Drop
 from magnitude_proxy.wire.conversation import read_messages
 from magnitude_proxy.wire.requests import ChatRequest, convert

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +10,10 @@ import httpx
 import pytest
 
 from magnitude_engine import MagnitudeClient
-from magnitude_engine.engine import Engine
 from magnitude_engine.errors import StatusError
-from magnitude_engine.server import Server as WorkerServer
-from magnitude_proxy.config import WorkerConfig
-from testkit.engine import engine_config
 from testkit.model import smollm2_path
-from testkit.proxy import Proxy, proxy_config, proxying
 from testkit.serve import Server, lend_model, serving
-from testkit.tiny import tiny_model
+from testkit.tiny_served import Tiny, tiny_served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,46 +35,15 @@ ASKED = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Whi
 OUTPUT = "".join(f"-rw-r--r-- 1 dev dev {n * 37:5} src/module_{n}.py\n" for n in range(8))
 
 
-@dataclass(frozen=True)
-class Tiny:
-    """A proxy, a client for it, and the engine behind its worker's socket."""
-
-    proxy: Proxy
-    client: MagnitudeClient
-    engine: Engine
-
-    async def chat(self, **body: Any) -> dict[str, Any]:
-        reply = await self.proxy.post("/chat/completions", {"temperature": 0, "tools": [LIST], **body})
-        assert reply.status == 200, reply.body
-        answer: dict[str, Any] = reply.json
-        return answer
-
-    async def idle(self) -> None:
-        """Waits until nothing has been computed ahead for half a second."""
-        before, still = -1.0, 0
-        while still < 5:
-            now = self.engine.status().counters["warm_rows"]
-            still = still + 1 if now == before else 0
-            before = now
-            await asyncio.sleep(0.1)
-
-
 @pytest.fixture
 async def tiny(tmp_path: Path) -> AsyncIterator[Tiny]:
-    engine = Engine(tiny_model(), engine_config(), pages=512)
-    socket = tmp_path / "worker.sock"
-    worker = WorkerServer(engine, socket)
-    await worker.start()
-    engine.start()
-    try:
-        config = proxy_config(tmp_path, worker=WorkerConfig(mode="attach", socket=str(socket)))
-        async with proxying(config) as proxy, MagnitudeClient(proxy.url) as client:
-            while (await proxy.get("/health/ready")).status != 200:
-                await asyncio.sleep(0.01)
-            yield Tiny(proxy, client, engine)
-    finally:
-        await asyncio.to_thread(engine.close)
-        await worker.close()
+    async with tiny_served(tmp_path) as made:
+        yield made
+
+
+async def told(tiny: Tiny, **body: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = (await tiny.ask({"tools": [LIST], **body})).json
+    return answer
 
 
 def cached(answer: dict[str, Any]) -> float:
@@ -94,14 +56,14 @@ async def test_registered_tools_are_warm_before_the_first_request(tiny: Tiny) ->
     registered = await tiny.client.register_tools([LIST], system=SYSTEM)
     assert [(tool.name, tool.grammar) for tool in registered.tools] == [("list_files", "exact")]
     await tiny.idle()
-    assert cached(await tiny.chat(messages=ASKED, max_tokens=1)) > 0.9
+    assert cached(await told(tiny, messages=ASKED, max_tokens=1)) > 0.9
 
 
 async def test_a_tools_output_is_computed_while_it_is_told(tiny: Tiny) -> None:
     shares = {}
     for name in ("told", "silent"):
         forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 128}
-        first = await tiny.chat(messages=ASKED, magnitude={"session": name}, **forced)
+        first = await told(tiny, messages=ASKED, magnitude={"session": name}, **forced)
         message = first["choices"][0]["message"]
         call = message["tool_calls"][0]["id"]
         output = f"{name}\n{OUTPUT}"
@@ -114,9 +76,9 @@ async def test_a_tools_output_is_computed_while_it_is_told(tiny: Tiny) -> None:
             assert events.receipt is not None
             assert events.receipt.delivered == events.receipt.events == 11
         await tiny.idle()
-        told = {"role": "tool", "tool_call_id": call, "content": output}
-        messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}, told]
-        shares[name] = cached(await tiny.chat(messages=messages, magnitude={"session": name}, max_tokens=1))
+        result = {"role": "tool", "tool_call_id": call, "content": output}
+        messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}, result]
+        shares[name] = cached(await told(tiny, messages=messages, magnitude={"session": name}, max_tokens=1))
     assert shares["told"] > 0.95
     assert shares["silent"] < 0.8
 

@@ -170,6 +170,11 @@ class Recents:
         gone = self._held.pop(key, None)
         self._chars -= 0 if gone is None else gone.size
 
+    def forget(self, session: str) -> None:
+        """A session has ended."""
+        for recent in self.of(session):
+            self.take(recent.key)
+
     def holds(self, recent: Recent) -> bool:
         """Whether the session still rests where it did."""
         return self._held.get(recent.key) is recent

@@ -342,7 +342,7 @@ def _invalid(problem: str, path: str) -> BadRequest:
     if unknown:
         name = f"{path}.{unknown[1]}"
         return BadRequest(f"{name} is not a known field; leave it out", param=name)
-    allowed = _ENUMS.get(path.rpartition("].")[2])
+    allowed = _ENUMS.get(path.rpartition("].")[2].partition("[")[0])
     if "enum" in problem and allowed:
         return BadRequest(f"{path} must be one of {', '.join(allowed)}", param=path)
     words = problem.replace(" | null", "")
