@@ -32,7 +32,7 @@ from magnitude_proxy.pruning.plan import (
     settle,
     shares,
 )
-from magnitude_proxy.pruning.scene import Key, Pruned, Recent, Scene, scene
+from magnitude_proxy.pruning.scene import LOCAL, Key, Pruned, Recent, Scene, scene
 from magnitude_proxy.routing.route import Taken
 from magnitude_proxy.session import Lease
 from magnitude_proxy.store.connection import StoreDown
@@ -86,7 +86,7 @@ async def pruned(surface: Surface, headers: Mapping[str, str], salt: str, lease:
         asked,
         inputs=(msgspec.structs.replace(given, messages=shown.messages),),
         body={**asked.body, "messages": list(shown.wire)},
-        pruned=Pruned(seen, salt, tokens, hidden),
+        pruned=Pruned(seen, salt, tokens, hidden, ahead=asked.generate.preferences.predictive_caching),
     )
 
 
@@ -109,6 +109,8 @@ async def watched(asked: Asked, events: Events) -> Events:
 def answered(surface: Surface, lease: Lease, done: Pruned, label: str) -> None:
     """A step has ended in full: what its session need not see again is dropped while it waits."""
     surface.telemetry.count(PRUNED_TOKENS, done.saved(label), route=label)
+    if label != LOCAL or not done.ahead:
+        return
     key = Key(lease.identity.session, lease.identity.branch)
     recent = Recent(key, done.scene.with_answer(done.said.answer), done.salt)
     surface.recents.put(recent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from aiohttp import web
@@ -17,6 +17,7 @@ from magnitude_proxy.errors import ErrorBody
 from magnitude_proxy.middleware import ADMIN, LIVE, READY
 from magnitude_proxy.openapi.document import document
 from magnitude_proxy.openapi.route import Done, Parameter, Route, json, lines, streamed
+from magnitude_proxy.pruning.plan import Word
 from magnitude_proxy.surface import SURFACE
 from magnitude_proxy.wire import replies, requests
 from magnitude_proxy.wire.events import KINDS, Fault, Receipt
@@ -29,6 +30,7 @@ _ANSWERED = (
     "x-magnitude-ignored",
 )
 _TEXT = {"type": "string"}
+_WORDS = "|".join(get_args(Word))
 _REQUEST_ID = Parameter("x-request-id", "header", _TEXT, "A name for the request, fit for headers and logs.")
 _BRANCH = Parameter("x-magnitude-branch", "header", _TEXT, "The branch of the session; without one the main branch.")
 _IDENTITY = (
@@ -37,6 +39,14 @@ _IDENTITY = (
     _BRANCH,
     Parameter("x-magnitude-parent", "header", _TEXT, "The session that this one was started by."),
 )
+_PRUNE = Parameter(
+    "x-magnitude-prune",
+    "header",
+    {"type": "string", "pattern": f"^ *({_WORDS})( *, *({_WORDS}))* *$"},
+    "What the prompt may lose. It changes what the model sees.",
+)
+_CHAT = (*_IDENTITY, _PRUNE)
+_CHAT_ANSWERED = (*_ANSWERED, "x-magnitude-pruned-tokens")
 _PAGE = (
     Parameter(
         "limit",
@@ -75,8 +85,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         chat,
         takes=json(requests.ChatRequest),
         gives=json(replies.ChatReply) | streamed(replies.ChatChunk, ErrorBody, Done),
-        parameters=_IDENTITY,
-        headers=_ANSWERED,
+        parameters=_CHAT,
+        headers=_CHAT_ANSWERED,
         upstreams=True,
     ),
     Route(
@@ -95,8 +105,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         responses.create,
         takes=json(responses_wire.ResponsesRequest),
         gives=json(responses_replies.ResponseReply) | streamed(*responses_replies.EVENTS),
-        parameters=_IDENTITY,
-        headers=_ANSWERED,
+        parameters=_CHAT,
+        headers=_CHAT_ANSWERED,
         upstreams=True,
     ),
     Route(
@@ -115,8 +125,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         anthropic.messages,
         takes=json(messages_wire.MessagesRequest),
         gives=json(messages_replies.WholeMessage) | streamed(messages_replies.Event),
-        parameters=_IDENTITY,
-        headers=(*_ANSWERED, "request-id"),
+        parameters=_CHAT,
+        headers=(*_CHAT_ANSWERED, "request-id"),
         error=messages_replies.ErrorReply,
         upstreams=True,
     ),

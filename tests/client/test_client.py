@@ -167,15 +167,18 @@ async def test_raw_prompts_go_to_completions(server: ScriptedServer, client: Mag
     with pytest.raises(RequestError, match="raw=False") as caught:
         await client.generate_optimized(prompt="in", raw=True, tools=[{}])
     assert caught.value.param == "tools"
+    with pytest.raises(RequestError, match="raw=False"):
+        await client.generate_optimized(prompt="in", raw=True, prune=["thinking"])
 
 
 async def test_chat_sends_the_messages(server: ScriptedServer, client: MagnitudeClient) -> None:
     server.play(CHAT, Reply(answer("hi")))
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    result = await client.chat(messages, session_id="s1", extra_body={"top_k": 4})
+    result = await client.chat(messages, session_id="s1", prune=["thinking"], extra_body={"top_k": 4})
     assert result["text"] == "hi"
     sent = server.bodies("/v1/chat/completions")[0]
     assert (sent["messages"], sent["top_k"]) == (messages, 4)
+    assert sent["magnitude"] == {"session": "s1", "prune": ["thinking"]}
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ async def test_the_async_twins_answer_at_the_same_time(engine: MagnitudeEngine) 
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, RequestError),
         ({"tool_choice": "required"}, RequestError),
         ({"extra_body": {"top_k": 4}}, FeatureUnsupported),
+        ({"prune": ["thinking"]}, FeatureUnsupported),
         ({"stop_sequences": [""]}, RequestError),
     ],
 )

@@ -8,7 +8,7 @@ import msgspec
 
 from magnitude_engine.api.conversation import Format, Frozen, Input, Message, Tool
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Sampling(Frozen, frozen=True, kw_only=True):

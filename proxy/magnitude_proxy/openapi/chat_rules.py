@@ -115,6 +115,7 @@ CHAT: dict[type, Rule] = {
     CompletionRequest: Rule(
         properties={
             **_COMMON.properties,
+            "magnitude": where({"prune": {"maxItems": 0}}),
             "prompt": {
                 "anyOf": [
                     TEXT,

@@ -34,6 +34,10 @@ HEADERS: dict[str, tuple[str, Schema]] = {
     "x-magnitude-fallback-reason": ("Why the first route was left.", {"type": "string"}),
     "x-magnitude-degraded": ("What is missing now: the store.", {"type": "string"}),
     "x-magnitude-ignored": ("Unknown fields of the request.", {"type": "string"}),
+    "x-magnitude-pruned-tokens": (
+        "Tokens that the prompt was shorter by, where the request asked for pruning.",
+        {"type": "integer", "minimum": 0},
+    ),
     "retry-after": ("Seconds to wait before the next attempt.", {"type": "integer", "minimum": 1}),
     "x-should-retry": ("`false` where another attempt would fail alike.", {"enum": ["true", "false"]}),
 }

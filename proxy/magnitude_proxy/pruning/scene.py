@@ -107,6 +107,7 @@ class Pruned:
     Attributes:
         salt: of the request's tenant.
         tokens: that its prompt is shorter by; `hidden` ones more where an upstream reads thinking beside the text.
+        ahead: whether its client wants prompts to be computed ahead.
         said: gathers the answer.
     """
 
@@ -114,6 +115,7 @@ class Pruned:
     salt: str
     tokens: int = 0
     hidden: int = 0
+    ahead: bool = True
     said: Said = field(default_factory=Said)
 
     def saved(self, label: str) -> int:
