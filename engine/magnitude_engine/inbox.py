@@ -101,7 +101,8 @@ class Hooks:
     Attributes:
         clock: seconds, monotonic.
         ended: called with each job that has had its last event.
-        answered: called with each first choice that ended in full, for what follows it.
+        answered: called with each first choice that ended in full, for what follows it; before the end is told, since
+            whoever hears of it may say at once what the session comes back with.
         wake: called on another thread when `step` should be called again.
     """
 

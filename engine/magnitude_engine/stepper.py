@@ -341,7 +341,6 @@ class Stepper:
     def _complete_if_done(self, job: Job) -> None:
         if any(s.finish is None for s in job.sequences):
             return
-        # Before the end is told: whoever hears of it may say at once what the session comes back with.
         self._hooks.answered(job.sequences[0])
         job.answer.completed(job.usage)
         self.telemetry.count(names.REQUESTS_COMPLETED)
