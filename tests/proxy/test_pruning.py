@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magnitude_engine import api
@@ -126,6 +126,7 @@ def check(view: Scene, cut: Cut) -> None:
             assert result.tool_call_id not in view.lines[index].calls or number in cut.gone
 
 
+@settings(max_examples=50, deadline=None)
 @given(histories(), st.sets(st.integers(0, 40)), wishes)
 def test_a_pruned_history_is_whole_ordered_and_stays_pruned(
     history: list[Messages], dead: set[int], wish: Wish
@@ -151,6 +152,7 @@ def test_a_pruned_history_is_whole_ordered_and_stays_pruned(
         before = view.shown(cut).messages
 
 
+@settings(max_examples=50, deadline=None)
 @given(histories(), st.sets(st.integers(0, 40)), st.data())
 def test_any_part_of_a_decision_leaves_a_whole_history(
     history: list[Messages], dead: set[int], data: st.DataObject
