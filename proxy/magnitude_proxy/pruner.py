@@ -73,10 +73,13 @@ async def pruned(surface: Surface, headers: Mapping[str, str], salt: str, lease:
     if not any(wish) or not isinstance(given, api.ChatInput):
         return asked
     key = Key(lease.identity.session, lease.identity.branch)
-    surface.recents.take(key)
+    aside = lease.identity.aside
+    if not aside:
+        surface.recents.take(key)
     seen = scene(given, asked.body["messages"], wish)
     known = await _known(surface, key.session, readable=not lease.degraded)
-    made = await _decide(surface, seen, known, Moment(key, len(seen.lines), ahead=False))
+    # A call beside the conversation sees the same beginning, and decides nothing about it.
+    made = () if aside else await _decide(surface, seen, known, Moment(key, len(seen.lines), ahead=False))
     drops = known.drops + made if await _written(surface, key, made) else known.drops
     cut = settle(seen.lines, drops, wish)
     shown = seen.shown(cut)
@@ -109,7 +112,7 @@ async def watched(asked: Asked, events: Events) -> Events:
 def answered(surface: Surface, lease: Lease, done: Pruned, label: str) -> None:
     """A step has ended in full: what its session need not see again is dropped while it waits."""
     surface.telemetry.count(PRUNED_TOKENS, done.saved(label), route=label)
-    if label != LOCAL or not done.ahead:
+    if label != LOCAL or not done.ahead or lease.identity.aside:
         return
     key = Key(lease.identity.session, lease.identity.branch)
     recent = Recent(key, done.scene.with_answer(done.said.answer), done.salt)
