@@ -19,6 +19,7 @@ from magnitude_engine import api
 from magnitude_proxy.dialect.form import Dialect, Events, Item, Script, Tally
 from magnitude_proxy.dialect.openai import OpenAI
 from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
+from magnitude_proxy.identity import MAIN_BRANCH
 from magnitude_proxy.pruner import answered
 from magnitude_proxy.session import Lease, StepOutcome
 from magnitude_proxy.surface import Exchange, Surface
@@ -64,13 +65,23 @@ class Answer:
         """
         try:
             if self._asked.stream:
-                return await self._stream(request, events)
-            return await self._whole(events)
+                response: web.StreamResponse = await self._stream(request, events)
+            else:
+                response = await self._whole(events)
+            await self._part()
+            return response
         except ProxyError as error:
             error.headers.update(self._headers())
             raise
         finally:
             self._exchange.route = self._tally.label or "none"
+
+    async def _part(self) -> None:
+        """Tells the worker that nothing more comes of the session, where the client said so."""
+        identity, worker, tenant = self._lease.identity, self._surface.worker, self._exchange.tenant
+        if identity.final and worker is not None and tenant is not None:
+            branch = None if identity.branch == MAIN_BRANCH else identity.branch
+            await worker.tell(api.EndSession(tenant=tenant.salt, session=identity.session, branch=branch))
 
     async def _whole(self, events: Events) -> web.Response:
         body = self._dialect.body()

@@ -19,19 +19,19 @@ class Client(NamedTuple):
     """How one kind of agent names its session; the first header that is present counts.
 
     Attributes:
-        branch: names a sub-agent within the session.
-        parent: names the session of the agent that started this one as a sub-agent.
+        branch: names a sub-agent within the session; the session's own id names the first agent.
+        parent: names the session of the agent that started this one as a sub-agent, where no branch does.
     """
 
     source: str
     session: tuple[str, ...]
-    branch: str | None = None
-    parent: str | None = None
+    branch: str = ""
+    parent: str = ""
 
 
 CLIENTS: tuple[Client, ...] = (
     Client("claude-code", ("x-claude-code-session-id",), branch="x-claude-code-agent-id"),
-    Client("codex", ("session_id", "session-id", "thread-id"), parent="x-codex-parent-thread-id"),
+    Client("codex", ("session_id", "session-id", "thread-id"), "thread-id", "x-codex-parent-thread-id"),
     Client("x-session-id", ("x-session-id",), parent="x-parent-session-id"),
     Client("x-session-affinity", ("x-session-affinity",), parent="x-parent-session-id"),
     Client("dynamo", ("x-dynamo-session-id",), parent="x-dynamo-parent-session-id"),
@@ -41,19 +41,26 @@ CLIENTS: tuple[Client, ...] = (
     Client("litellm", ("x-litellm-trace-id",)),
 )
 
+FINAL = "x-dynamo-session-final"
 REQUEST_CLASS = "x-claude-code-request-class"
 TOOL_DURATIONS = "x-claude-code-prev-tool-durations"
 # Calls beside the conversation: they neither go on from its last step nor are gone on from.
-ASIDE = ("auxiliary", "compaction")
+AUXILIARY = "auxiliary"
+ASIDE = (AUXILIARY, "compaction")
+# Offers tools in every step of a conversation; without tools it asks for a title or a summary.
+_ALWAYS_TOOLS = "opencode/"
 
 
-def aside(present: Mapping[str, str]) -> str | None:
+def aside(present: Mapping[str, str], *, tools: bool) -> str | None:
     """Returns the class of a call that an agent makes beside its conversation, None for a step of it.
 
-    Claude Code tells it: `auxiliary` for titles and the like, `compaction` for the summary of a long history.
+    Claude Code tells it: `auxiliary` for titles and the like, `compaction` for the summary of a long history. Of
+    OpenCode a request without `tools` is auxiliary.
     """
     told = present.get(REQUEST_CLASS, "").lower()
-    return told if told in ASIDE else None
+    if told in ASIDE:
+        return told
+    return AUXILIARY if not tools and present.get("user-agent", "").startswith(_ALWAYS_TOOLS) else None
 
 
 def tool_seconds(present: Mapping[str, str]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from magnitude_engine import api
-from magnitude_proxy.client_headers import CLIENTS, aside, tool_seconds
+from magnitude_proxy.client_headers import CLIENTS, FINAL, aside, tool_seconds
 
 MAIN_BRANCH = "main"
 PRODUCT = "magnitude"
@@ -54,8 +54,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         run: session id of the root session when the client named a parent, else `session`.
         source: what the session was recognised by, such as `claude-code` or `fingerprint`.
         raw: the client's own id for people to read: escaped to printable characters and cut to 200.
-        own: of a sub-agent that has a session id of its own, the session that this would be.
+        own: of a sub-agent, the session that it would be by its own id.
         aside: a call beside the conversation, which is no step of it.
+        final: nothing more comes of the session, or of its branch if that is a sub-agent's.
         tool_seconds: how long the tools of the last step ran, as far as the client says.
         advice: what its author should change, for a header and the session's report.
     """
@@ -68,6 +69,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     raw: str
     own: str | None = None
     aside: bool = False
+    final: bool = False
     tool_seconds: dict[str, float] = {}
     advice: str | None = None
 
@@ -88,12 +90,12 @@ class IdentityHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Found(NamedTuple):
-    """A raw session id with what came with it."""
+    """A raw session id with what came with it (see `client_headers.Client`)."""
 
     source: str
     raw: str
-    branch: str | None = None
-    parent: str | None = None
+    branch: str = ""
+    parent: str = ""
 
 
 def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Identity:
@@ -101,12 +103,16 @@ def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> I
     present = {name.lower(): value.strip() for name, value in headers.items() if value.strip()}
     found = _product(present, hints) or _client(present) or _hint(hints) or _Found(FINGERPRINT, fingerprint(hints))
     session = _session_id(tenant, found.source, found.raw)
-    branch = present.get("x-magnitude-branch") or _given(hints.magnitude_branch) or found.branch
+    raw = found.raw
+    sub_agent: str | None = None
     own: str | None = None
-    if found.parent is not None and found.parent != found.raw:
-        own, session = session, _session_id(tenant, found.source, found.parent)
-        branch = f"{found.raw}:{branch}" if branch else found.raw
-    beside = aside(present)
+    if found.branch not in ("", raw):
+        sub_agent, own = found.branch, _session_id(tenant, found.source, found.branch)
+    elif found.parent not in ("", raw):
+        raw, sub_agent, own = found.parent, raw, session
+        session = _session_id(tenant, found.source, raw)
+    branch = present.get("x-magnitude-branch") or _given(hints.magnitude_branch) or sub_agent
+    beside = aside(present, tools=bool(hints.tools))
     if beside is not None:
         branch = f"{branch}:{beside}" if branch else beside
     parent = present.get("x-magnitude-parent") or _given(hints.magnitude_parent)
@@ -116,9 +122,10 @@ def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> I
         branch=branch_name(branch),
         run=session if parent is None else _session_id(tenant, PRODUCT, parent),
         source=found.source,
-        raw=_printable(found.raw if own is None else found.parent or ""),
+        raw=_printable(raw),
         own=own,
         aside=beside is not None,
+        final=present.get(FINAL, "").lower() in ("1", "true"),
         tool_seconds=tool_seconds(present),
     )
 
@@ -158,8 +165,7 @@ def _client(present: Mapping[str, str]) -> _Found | None:
         for header in client.session:
             raw = present.get(header)
             if raw is not None:
-                branch = present.get(client.branch) if client.branch else None
-                parent = present.get(client.parent) if client.parent else None
+                branch, parent = present.get(client.branch, ""), present.get(client.parent, "")
                 return _Found(client.source, raw, branch, parent)
     return None
 

@@ -31,7 +31,6 @@ from magnitude_proxy.identity import FINGERPRINT, MAIN_BRANCH, Identity, Identit
 
 LOOK_BACK = 64
 MAX_TURNS = 20_000
-MAX_LINES = 10_000
 MAX_SAME = 8
 USED_ONCE = 2
 
@@ -50,8 +49,15 @@ class _Turn:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """What is known of one client's id: its calls, how many before it were used once each, the first one's session."""
+    """What is known of one client's id.
 
+    Attributes:
+        request: its first one; one that is sent again is no other call.
+        calls: how often it was used.
+        before: how many ids in a row before it were used once each, and `root` the session of the first of them.
+    """
+
+    request: bytes
     root: str
     calls: int = 1
     before: int = 0
@@ -91,7 +97,7 @@ class _Talk(NamedTuple):
     @property
     def whole(self) -> bytes:
         """All of it."""
-        return self.marks[-1]
+        return self.marks[-1] if self.marks else b""
 
 
 @dataclass(slots=True)
@@ -133,7 +139,8 @@ class Lineage:
         if own is None:
             if known is None:
                 return found
-            return msgspec.structs.replace(found, session=known.session, branch=known.branch, run=known.run)
+            branch = known.branch if found.branch == MAIN_BRANCH else found.branch
+            return msgspec.structs.replace(found, session=known.session, branch=branch, run=known.run)
         if known is not None:
             found = msgspec.structs.replace(found, session=known.session, run=known.run)
         _keep(self._children, own, found, self.limit // 2)
@@ -176,23 +183,28 @@ class Lineage:
     def _by_id(self, found: Identity, hints: IdentityHints) -> Identity:
         """Returns the identity of a client with an id, which counts unless ids are never used twice."""
         line = self._lines.get(found.session)
-        if line is not None:
+        if line is None:
+            line = self._begun(found, hints)
+        elif line.calls > 1 or _talk(found, hints.messages).whole != line.request:
             line.calls += 1
             line.root, line.before = found.session, 0
-            self._lines.move_to_end(found.session)
+        _keep(self._lines, found.session, line, self.limit // 2)
+        if line.before < USED_ONCE:
             return found
-        line, talk = _Line(found.session), _talk(found, hints.messages)
+        run = line.root if found.run == found.session else found.run
+        return msgspec.structs.replace(found, session=line.root, run=run, advice=_advice(line.before + 1))
+
+    def _begun(self, found: Identity, hints: IdentityHints) -> _Line:
+        """Returns what is known of an id that is used for the first time."""
+        talk = _talk(found, hints.messages)
+        line = _Line(talk.whole, found.session)
         if talk.marks:
             turn = _Turn(found.session, fingerprint(hints))
             earlier = self._once(talk, turn.start)
             if earlier is not None:
                 line.root, line.before = earlier.root, earlier.before + 1
             self._note(talk.whole, turn)
-        _keep(self._lines, found.session, line, self.limit // 2)
-        if line.before < USED_ONCE:
-            return found
-        run = line.root if found.run == found.session else found.run
-        return msgspec.structs.replace(found, session=line.root, run=run, advice=_advice(line.before + 1))
+        return line
 
     def _once(self, talk: _Talk, start: str) -> _Line | None:
         """Returns the id that the request goes on from if it was used once and nothing else goes on from it."""

@@ -27,6 +27,7 @@ _ANSWERED = (
     "x-magnitude-route",
     "x-magnitude-fallback-reason",
     "x-magnitude-degraded",
+    "x-magnitude-session-advice",
     "x-magnitude-ignored",
 )
 _TEXT = {"type": "string"}

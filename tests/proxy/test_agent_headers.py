@@ -18,13 +18,14 @@ from typing import Literal
 
 import pytest
 
+from magnitude_engine import api
 from magnitude_proxy.bench.recorded import OWN, Trace, read_traces
 from magnitude_proxy.config import StoreConfig
 from magnitude_proxy.identity import IdentityHints
 from magnitude_proxy.session import Lease, Sessions
 from testkit import store
 from testkit.agent_headers import SHAPES, Run, Turn, renamed
-from testkit.agents import agents
+from testkit.agents import MESSAGES, agents, until
 from testkit.proxy import Proxy, proxy_config, proxying
 from testkit.upstream import OpenAIStub
 
@@ -212,6 +213,17 @@ async def test_the_worker_keeps_one_line_of_a_renamed_agent_and_learns_what_its_
     assert [each.step for each in asked[2:]] == list(range(1, len(turns) - 1))
     assert {each.run for each in asked[2:]} == {asked[0].session}
     assert all(each.tool_seconds == {"Bash": 1.5} for each in asked)
+
+
+async def test_a_session_of_dynamos_that_is_final_ends_in_the_worker(tmp_path: Path) -> None:
+    headers = {"authorization": "Bearer sk-one", "x-dynamo-session-id": "root", "x-dynamo-session-final": "true"}
+    async with agents(tmp_path, stored=False) as made:
+        for stream, of in ((False, {"x-dynamo-session-id": "child", "x-dynamo-parent-session-id": "root"}), (True, {})):
+            reply = await made.proxy.post("/chat/completions", {"messages": MESSAGES, "stream": stream}, **headers | of)
+            assert reply.status == 200
+        await until(lambda: len(made.worker.news) == 2)
+        ended = [(each.session, each.branch) for each in made.worker.news if isinstance(each, api.EndSession)]
+        assert ended == [(reply.header("x-magnitude-session"), branch) for branch in ("child", None)]
 
 
 async def test_two_proxies_with_one_session_lose_and_count_nothing_twice(tmp_path: Path) -> None:

@@ -112,6 +112,22 @@ def test_a_sub_agent_with_a_session_id_is_a_branch_of_its_parents_session(sessio
     assert identify("t", {session: "root", parent: "root"}, NO_HINTS) == root
 
 
+def test_a_thread_of_codex_is_a_branch_of_its_session() -> None:
+    main = identify("t", {"session-id": "s", "thread-id": "s"}, NO_HINTS)
+    thread = {"session-id": "s", "thread-id": "t1", "x-codex-parent-thread-id": "s"}
+    nested = thread | {"thread-id": "t2", "x-codex-parent-thread-id": "t1"}
+    found = [identify("t", headers, NO_HINTS) for headers in (thread, nested)]
+    assert [(each.session, each.branch, each.raw) for each in found] == [(main.session, b, "s") for b in ("t1", "t2")]
+    assert (main.branch, main.own) == ("main", None)
+
+
+def test_opencodes_calls_without_tools_are_beside_its_conversation() -> None:
+    headers = {"x-session-id": "s", "user-agent": "opencode/1.18.33 ai-sdk/provider-utils/4.0.23"}
+    assert identify("t", headers, NO_HINTS).aside
+    assert not identify("t", headers, IdentityHints(tools=(api.Tool(name="bash"),))).aside
+    assert not identify("t", headers | {"user-agent": "other/1.0"}, NO_HINTS).aside
+
+
 def test_a_parent_in_the_products_own_header_is_the_run() -> None:
     root = identify("t", {"x-magnitude-session": "root"}, NO_HINTS)
     child = identify("t", {"x-magnitude-session": "child", "x-magnitude-parent": "root"}, NO_HINTS)

@@ -107,7 +107,12 @@ def test_one_that_comes_back_to_another_process_has_its_fingerprints_session() -
 def test_an_id_that_is_new_at_every_call_is_one_session_from_the_third_on() -> None:
     lineage, ids = Lineage(), count()
     agents = [Agent(lineage), Agent(lineage)]
-    found = [[agent.step(f"{n}{k}", f"id-{next(ids)}") for n, agent in enumerate(agents)] for k in range(6)]
+    found = []
+    for k in range(6):
+        # A request that is sent again, as SDKs do after a failure, is no second use of its id.
+        again = [agent.call(f"id-{2 * k + n}") for n, agent in enumerate(agents)]
+        found.append([agent.step(f"{n}{k}", f"id-{next(ids)}") for n, agent in enumerate(agents)])
+        assert again == found[-1]
     for n in range(2):
         first, second, *later = [pair[n] for pair in found]
         assert first.advice is second.advice is None

@@ -1,6 +1,7 @@
 """Requests as coding agents send them: recorded conversations under the headers and in the form of each client.
 
-The headers are those that the clients' own command lines sent on 2026-12-01, ids drawn anew.
+The headers are those that the clients' own command lines send (Codex 0.171, OpenCode 1.18) or are documented to send,
+as far as they say who they are; ids are drawn anew.
 """
 
 from __future__ import annotations
@@ -106,13 +107,37 @@ def claude_code(run: Run) -> Iterator[Turn]:
 
 def codex(run: Run) -> Iterator[Turn]:
     """Codex: Responses, a sub-agent as a thread with a parent."""
-    base = {"originator": "codex_exec", "user-agent": "codex_exec/0.152.0"}
+    base = {"originator": "codex_exec", "user-agent": "codex_exec/0.171.0 (Debian 12.0.0)", "session-id": run.id}
     for number, history in enumerate(run.compacted()):
         if number % 3 == 2:
             thread = run.new_id()
-            headers = base | {"session_id": thread, "x-codex-parent-thread-id": run.id, "x-openai-subagent": "review"}
-            yield _responses(run, headers, [Message(role="user", content=f"Review {number}.")], branch=thread)
-        yield _responses(run, base | {"session_id": run.id}, history)
+            of_thread = {"thread-id": thread, "x-client-request-id": thread}
+            parent = {"x-codex-parent-thread-id": run.id, "x-openai-subagent": "collab_spawn"}
+            alone = [Message(role="user", content=f"Review {number}.")]
+            yield _responses(run, base | of_thread | parent, alone, branch=thread)
+        yield _responses(run, base | {"thread-id": run.id, "x-client-request-id": run.id}, history)
+
+
+def opencode(run: Run) -> Iterator[Turn]:
+    """OpenCode: one id in two headers, a sub-agent with its parent's, a title beside the conversation."""
+    base = {"user-agent": "opencode/1.18.33 ai-sdk/provider-utils/4.0.23 runtime/bun/1.3.14"}
+
+    def named(id_: str) -> dict[str, str]:
+        return base | {"x-session-affinity": id_, "x-session-id": id_}
+
+    title = {"model": "stub-model", "messages": [{"role": "user", "content": "Generate a title."}], "stream": True}
+    yield Turn(run.name, "/chat/completions", named(run.id), title, branch="auxiliary", aside=True)
+    tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+    for number, history in enumerate(run.compacted()):
+        if number % 3 == 2:
+            child = run.new_id()
+            alone = run.chat([Message(role="user", content=f"Look for number {number}.")], stream=True) | {
+                "tools": [tool]
+            }
+            headers = named(child) | {"x-parent-session-id": run.id}
+            yield Turn(run.name, "/chat/completions", headers, alone, branch=child)
+        body = run.chat(history, stream=True)
+        yield Turn(run.name, "/chat/completions", named(run.id), {"tools": [tool], **body})
 
 
 def by_header(name: str, parent: str = "") -> Shape:
@@ -155,7 +180,7 @@ def renamed(run: Run) -> Iterator[Turn]:
 SHAPES: dict[str, Shape] = {
     "claude-code": claude_code,
     "codex": codex,
-    "opencode": by_header("x-session-affinity", "x-parent-session-id"),
+    "opencode": opencode,
     "dynamo": by_header("x-dynamo-session-id", "x-dynamo-parent-session-id"),
     "llm-d": by_header("x-session-id"),
     "qwen-code": by_header("x-qwen-code-session-id"),

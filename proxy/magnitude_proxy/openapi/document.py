@@ -33,6 +33,7 @@ HEADERS: dict[str, tuple[str, Schema]] = {
     "x-magnitude-route": ("`local`, `upstream:NAME` or `fallback:NAME`.", {"type": "string"}),
     "x-magnitude-fallback-reason": ("Why the first route was left.", {"type": "string"}),
     "x-magnitude-degraded": ("What is missing now: the store.", {"type": "string"}),
+    "x-magnitude-session-advice": ("What the agent's author should change of its session ids.", {"type": "string"}),
     "x-magnitude-ignored": ("Unknown fields of the request.", {"type": "string"}),
     "x-magnitude-pruned-tokens": (
         "Tokens that the prompt was shorter by, where the request asked for pruning.",
