@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from testkit.coding_agents import TASK, Stage, staged
-from testkit.peers import node_environment, python_environment
+from testkit.peers import node_environment, python_environment, python_of
 
 pytestmark = pytest.mark.slow
 
@@ -131,3 +131,11 @@ async def test_aider_edits_and_tests(stage: Stage) -> None:
     said = await stage.run(aider, "--model", f"openai/{MODEL}", *options, *tested, "--message", TASK, **to)
     await stage.check(said, "fingerprint")
     assert (stage.work / "note.txt").read_text() == "a line\n" * 3
+
+
+async def test_openhands_asks_for_whole_answers(stage: Stage) -> None:
+    pins = ("openhands-sdk==1.58.2", "openhands-tools==1.58.2")
+    python = python_environment("openhands", *pins, interpreter=python_of(12)).interpreter
+    script = Path(__file__).with_name("loops") / "openhands_agent.py"
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1", "OTEL_SDK_DISABLED": "true"}
+    await stage.check(await stage.run(python, script, stage.proxy.url, MODEL, TASK, **quiet), "fingerprint")

@@ -47,13 +47,25 @@ class Environment:
         return json.loads(ended.stdout.splitlines()[-1])
 
 
-def python_environment(name: str, *pins: str) -> Environment:
+def python_environment(name: str, *pins: str, interpreter: str = sys.executable) -> Environment:
     """Returns a virtual environment with `pins`; skips where it cannot be made."""
     folder = _folder(name, pins)
     python = folder / "bin" / "python"
-    make = [sys.executable, "-m", "venv", str(folder)]
+    make = [interpreter, "-m", "venv", str(folder)]
     _installed(folder, make, [str(python), "-m", "pip", "install", "--quiet", *pins])
     return Environment(str(python), folder)
+
+
+def python_of(minor: int) -> str:
+    """Returns an interpreter of Python 3.`minor` or newer; skips where there is none."""
+    if sys.version_info >= (3, minor):
+        return sys.executable
+    for newer in range(minor, minor + 4):
+        program = shutil.which(f"python3.{newer}")
+        # Version managers put programs on PATH that only say that they are not there.
+        if program is not None and subprocess.run([program, "-V"], capture_output=True, check=False).returncode == 0:
+            return program
+    pytest.skip(f"there is no Python 3.{minor} or newer")
 
 
 def node_environment(name: str, *pins: str) -> Environment:
