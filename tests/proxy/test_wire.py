@@ -396,7 +396,7 @@ def test_chat_chunks_fit_the_schema() -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in parsed[:-1]]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[1] == {"content": "Hi"}
-    assert deltas[2]["tool_calls"][1] == {"index": 0, "function": {"arguments": "}"}}
+    assert deltas[2]["tool_calls"][0]["function"] == {"name": "get", "arguments": "{}"}
     assert deltas[4] == {"refusal": "no", "reasoning_content": "hm", "role": "user"}
     assert parsed[-2]["magnitude"] == {"route": "fallback:u", "fallback_reason": "worker_lost"}
     assert all(chunk["usage"] is None for chunk in parsed[:-1])
@@ -409,6 +409,21 @@ def test_chat_chunks_fit_the_schema() -> None:
         "cached_host_tokens": 3,
         "cached_disk_tokens": 1,
     }
+
+
+def test_a_chunk_has_text_or_a_piece_of_one_call() -> None:
+    """instructor reads the first entry of `tool_calls` and no other, as all of OpenAI's chunks have just one."""
+    begun = [api.ToolCallDelta(index=i, id=f"c{i}", name="get") for i in range(2)]
+    more = [api.ToolCallDelta(index=i, arguments="{}") for i in range(2)]
+    pieces = (begun[0], more[0], begun[1], more[1])
+    payloads = ChatChunks(HEAD).delta(a_delta(text="I look.", tool_calls=pieces, logprobs=(LOGPROB,)))
+    choices = [json.loads(payload)["choices"][0] for payload in payloads]
+    assert [choice["logprobs"] is not None for choice in choices] == [False, True, False, False]
+    assert choices[1]["delta"] == {"content": "I look."}
+    for index, choice in enumerate(choices[2:]):
+        (call,) = choice["delta"]["tool_calls"]
+        assert (call["index"], call["id"]) == (index, f"c{index}")
+        assert call["function"] == {"name": "get", "arguments": "{}"}
 
 
 def test_completion_chunks_fit_the_schema() -> None:

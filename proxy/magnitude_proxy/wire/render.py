@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,7 +88,11 @@ def is_content(event: api.Delta) -> bool:
 
 
 class ChatChunks:
-    """Chunks of Chat Completions: a role chunk before each choice's first output."""
+    """Chunks of Chat Completions: a role chunk before each choice's first output.
+
+    As OpenAI's own do, a chunk carries either text or a piece of one tool call: there are clients that read no further
+    than the first entry of `tool_calls`.
+    """
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -97,16 +102,15 @@ class ChatChunks:
         """See `Chunks.delta`."""
         if not is_content(event):
             return []
-        delta = DeltaReply(
-            content=event.text or UNSET,
-            refusal=event.refusal or UNSET,
-            tool_calls=tuple(map(_tool_call_chunk, event.tool_calls)) or UNSET,
-        )
-        choice = ChunkChoice(index=event.choice, delta=delta, logprobs=logprobs_reply(event.logprobs))
-        payload = self._payload(choice)
+        deltas = [DeltaReply(tool_calls=(_tool_call_chunk(call),)) for call in _joined(event.tool_calls)]
+        if event.text or event.refusal or not deltas:
+            deltas.insert(0, DeltaReply(content=event.text or UNSET, refusal=event.refusal or UNSET))
+        logprobs = logprobs_reply(event.logprobs)
+        first = self._payload(ChunkChoice(index=event.choice, delta=deltas[0], logprobs=logprobs))
         if event.extra:
-            payload = _with_extra(payload, event.extra)
-        return [*self._role(event.choice), payload]
+            first = _with_extra(first, event.extra)
+        rest = [self._payload(ChunkChoice(index=event.choice, delta=delta)) for delta in deltas[1:]]
+        return [*self._role(event.choice), first, *rest]
 
     def finished(self, event: api.Finished, note: RouteNote | None) -> list[bytes]:
         """See `Chunks.finished`."""
@@ -142,6 +146,25 @@ class ChatChunks:
                 magnitude=note or UNSET,
             )
         )
+
+
+def _joined(deltas: Iterable[api.ToolCallDelta]) -> list[api.ToolCallDelta]:
+    """Returns the pieces of tool calls, those of one call that follow each other as one."""
+    joined: list[api.ToolCallDelta] = []
+    for delta in deltas:
+        if joined and joined[-1].index == delta.index:
+            before = joined.pop()
+            joined.append(
+                api.ToolCallDelta(
+                    index=delta.index,
+                    id=before.id if before.id is not None else delta.id,
+                    name=before.name if before.name is not None else delta.name,
+                    arguments=before.arguments + delta.arguments,
+                )
+            )
+        else:
+            joined.append(delta)
+    return joined
 
 
 def _tool_call_chunk(delta: api.ToolCallDelta) -> ToolCallChunk:

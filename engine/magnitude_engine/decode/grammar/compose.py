@@ -24,6 +24,12 @@ from magnitude_engine.errors import RequestError
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LENIENT = {**_FORM, "lenient": True, "coerce_one_of": True}
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+# What else may say something of an object's properties.
+_ELSEWHERE = frozenset(
+    {"$dynamicRef", "$recursiveRef", "$ref", "additionalProperties", "allOf", "anyOf", "const", "dependencies"}
+    | {"dependentRequired", "dependentSchemas", "enum", "if", "minProperties", "not", "oneOf", "patternProperties"}
+    | {"propertyNames", "unevaluatedProperties"}
+)
 _TEXT = "text: TEXT\nTEXT: /(.|\\n)*/\n"
 
 
@@ -53,6 +59,9 @@ def lark_grammar(source: str) -> str:
 def arguments_schema(parameters: dict[str, Any], param: str) -> dict[str, Any]:
     """Returns a schema of a call's arguments, which are an object; no schema at all means no arguments.
 
+    Where a schema names properties and does not say what else there may be, a call has none besides: agents pass
+    arguments to functions, which take what they name.
+
     Raises:
         RequestError: the schema asks for something else than an object.
     """
@@ -64,7 +73,16 @@ def arguments_schema(parameters: dict[str, Any], param: str) -> dict[str, Any]:
             f"{param} describes {json.dumps(kind)[:80]}; a tool's arguments are an object: use type 'object'",
             param=param,
         )
-    return {**parameters, "type": "object"}
+    closed = {"additionalProperties": False} if _names_all(parameters) else {}
+    return {**parameters, **closed, "type": "object"}
+
+
+def _names_all(parameters: dict[str, Any]) -> bool:
+    """True when `properties` is all that a schema says of its properties, and what it requires is among them."""
+    named, required = parameters.get("properties"), parameters.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list) or not _ELSEWHERE.isdisjoint(parameters):
+        return False
+    return all(isinstance(name, str) and name in named for name in required)
 
 
 def call_grammar(spec: ToolCalls, schemas: Sequence[str]) -> str:

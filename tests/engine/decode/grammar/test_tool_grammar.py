@@ -114,6 +114,32 @@ def test_what_is_drawn_parses_as_valid_calls(mode: CallMode, compiler: GrammarCo
     assert finished
 
 
+A = {"a": {"type": "boolean"}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "open_"),
+    [
+        ({"properties": A}, False),
+        ({"type": "object", "properties": A, "required": ["a"]}, False),
+        ({"type": "object", "properties": A, "additionalProperties": True}, True),
+        ({"type": "object", "properties": A, "additionalProperties": {"type": "integer"}}, True),
+        ({"type": "object", "properties": A, "required": ["a", "b"]}, True),
+        ({"type": "object", "properties": A, "patternProperties": {"^b$": {"type": "integer"}}}, True),
+        ({"type": "object", "properties": A, "allOf": [{"properties": {"b": {"type": "integer"}}}]}, True),
+        ({"type": "object"}, True),
+    ],
+)
+def test_a_call_has_no_arguments_besides_those_that_are_named(
+    parameters: dict[str, Any], open_: bool, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Agents call a function of these parameters, which takes no others."""
+    grammar = compiler.compile(calls("named", name="f", tools=(api.Tool(name="f", parameters=parameters),)))
+    head, tail = '<tool_call>\n{"name": "f", "arguments": {"a": true', "}}\n</tool_call>"
+    assert accepts(grammar, tokenizer, f"{head}{tail}") is not ("b" in parameters.get("required", ()))
+    assert accepts(grammar, tokenizer, f'{head}, "b": 1{tail}') is open_
+
+
 def test_each_tool_has_its_own_check(compiler: GrammarCompiler, validator: Validator) -> None:
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     grammar = compiler.compile(calls("auto", tools=(SEARCH, api.Tool(name="add", parameters=unique))))
