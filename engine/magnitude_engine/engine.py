@@ -241,7 +241,7 @@ class Engine:
 
     def _compile_ahead(self, register: api.Register, told: Callable[[api.Registered | api.Failed], None]) -> None:
         try:
-            grammar = self._model.constraints.prepare(register.tools)
+            grammar = self._model.constraints.prepare(register.tools, register.tenant)
             ahead = self._config.optimization_level != "off"
             outcome: api.Registered | api.Failed = registered(register, grammar, ahead)
         except MagnitudeError as error:

@@ -23,6 +23,7 @@ MagnitudeError
     ├── NotReady             the server answers but cannot serve
     ├── AuthenticationFailed the key was refused
     ├── StatusError          any other HTTP error; carries status, code, param, request id
+    │   └── SessionLimitExceeded  the session has used up what it may; `param` names the limit
     ├── StreamBroken         the stream ended without an end mark, or carried an error
     └── WrongEventLoop       the client belongs to another event loop
 """
@@ -194,6 +195,12 @@ class StatusError(ClientError):
         self.status = status
         self.error_code = error_code
         self.request_id = request_id
+
+
+class SessionLimitExceeded(StatusError):
+    """The session has used up what it may, `param` names the limit; another session may go on."""
+
+    code = "session_limit_exceeded"
 
 
 class StreamBroken(ClientError):

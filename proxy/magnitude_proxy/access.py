@@ -1,4 +1,4 @@
-"""Who may use the proxy: API keys, tenants and their salts, and the names a loopback server answers to."""
+"""Who may use the proxy: API keys and what they may do, tenants' salts, names that a loopback server answers to."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import hashlib
 import hmac
 import ipaddress
 import os
-import re
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy.config import KeyConfig
+from magnitude_proxy.config import NO_LIMITS, KeyConfig, Limits
 
 OPEN_TENANT = "default"
 SECRET_BYTES = 32
-_HEX = re.compile("[0-9a-f]{64}")
 # Clients send the same few names with every request.
 _REMEMBERED = 256
 
@@ -31,58 +32,82 @@ class Tenant(NamedTuple):
     salt: str
 
 
-class KeyRing:
-    """Maps presented keys to tenants. Without configured keys every key, and none, is the one open tenant."""
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a request may do by the key that it came with.
 
-    def __init__(self, keys: Sequence[KeyConfig], secret: bytes) -> None:
-        self._tenants = tuple((key.sha256, Tenant(key.tenant, salt(secret, key.tenant))) for key in keys)
-        self._open = Tenant(OPEN_TENANT, salt(secret, OPEN_TENANT))
+    Attributes:
+        id: 16 hex digits that tell nothing of the key; what is counted per key is counted under it.
+        name: for people; empty where the configuration gives none.
+        admin: it opens the second listener.
+        upstream, limits: see `KeyConfig`; the limits are those in force, with the server's where the key has none.
+    """
+
+    id: str
+    tenant: Tenant
+    name: str = ""
+    admin: bool = True
+    upstream: str | None = None
+    limits: Limits = NO_LIMITS
+
+
+class KeyRing:
+    """Maps presented keys to what they may do. Without keys every key, and none, is the one open tenant's."""
+
+    def __init__(self, keys: Sequence[KeyConfig], secret: bytes, limits: Limits = NO_LIMITS) -> None:
+        """`limits` are of keys that set none."""
+        self._secret = secret
+        self._limits = limits
+        self._keys: tuple[tuple[str, Key], ...] = ()
+        self._open = Key(OPEN_TENANT, Tenant(OPEN_TENANT, salt(secret, OPEN_TENANT)), limits=limits)
+        self.replace(keys)
 
     @property
     def required(self) -> bool:
         """True when a request needs a key."""
-        return bool(self._tenants)
+        return bool(self._keys)
 
-    def tenant(self, key: str | None) -> Tenant | None:
-        """Returns the tenant of `key`, None for an unknown one; compares with all keys in constant time."""
-        if not self._tenants:
+    @property
+    def tenants(self) -> int:
+        """How many tenants there are."""
+        return len({key.tenant for _, key in self._keys}) or 1
+
+    def replace(self, keys: Sequence[KeyConfig]) -> None:
+        """Takes `keys` instead of the present ones; requests that are under way go on."""
+        alone = len({key.tenant for key in keys}) == 1
+        self._keys = tuple((key.sha256, self._key(key, alone)) for key in keys)
+
+    def find(self, presented: str | None) -> Key | None:
+        """Returns what `presented` may do, None for an unknown key; compares with all keys in constant time."""
+        if not self._keys:
             return self._open
-        digest = hashlib.sha256((key or "").encode("utf-8", "surrogateescape")).hexdigest()
-        found: Tenant | None = None
-        for known, tenant in self._tenants:
+        digest = hashlib.sha256((presented or "").encode("utf-8", "surrogateescape")).hexdigest()
+        found: Key | None = None
+        for known, key in self._keys:
             if hmac.compare_digest(known, digest):
-                found = tenant
-        return found if key else None
+                found = key
+        return found if presented else None
+
+    def _key(self, key: KeyConfig, alone: bool) -> Key:
+        return Key(
+            id=hmac.new(self._secret, f"key {key.sha256}".encode(), hashlib.sha256).hexdigest()[:16],
+            tenant=Tenant(key.tenant, salt(self._secret, key.tenant)),
+            name=key.name,
+            admin=key.admin or alone,
+            upstream=key.upstream,
+            limits=overridden(self._limits, key.limits),
+        )
+
+
+def overridden(server: Limits, key: Limits) -> Limits:
+    """Returns the limits of a key: its own, and the server's where it has none."""
+    own = {name: value for name, value in msgspec.structs.asdict(key).items() if value is not None}
+    return msgspec.structs.replace(server, **own)
 
 
 def salt(secret: bytes, tenant: str) -> str:
     """Returns the hex HMAC-SHA256 of the tenant's name under the server's secret."""
     return hmac.new(secret, tenant.encode(), hashlib.sha256).hexdigest()
-
-
-def parse_key_file(text: str, name: str) -> tuple[KeyConfig, ...]:
-    """Returns the keys of a key file: `sk-… TENANT` or `sha256:HEX TENANT` a line, `#` starts a comment.
-
-    Raises:
-        ConfigError: names the line, never the key.
-    """
-    keys = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2:
-            raise ConfigError(f"{name}, line {number}: must be a key and a tenant, separated by a space", param="keys")
-        key, tenant = words
-        digest = key.removeprefix("sha256:") if key.startswith("sha256:") else hashlib.sha256(key.encode()).hexdigest()
-        if not _HEX.fullmatch(digest):
-            raise ConfigError(f"{name}, line {number}: sha256: must be followed by 64 hex digits", param="keys")
-        if len(tenant) > 128:
-            raise ConfigError(f"{name}, line {number}: the tenant is longer than 128 characters", param="keys")
-        keys.append(KeyConfig(sha256=digest, tenant=tenant))
-    if not keys:
-        raise ConfigError(f"{name}: holds no key; write one `KEY TENANT` a line", param="keys")
-    return tuple(keys)
 
 
 def server_secret(data_dir: Path) -> bytes:

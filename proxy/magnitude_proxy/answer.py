@@ -20,6 +20,7 @@ from magnitude_proxy.dialect.form import Dialect, Events, Item, Script, Tally
 from magnitude_proxy.dialect.openai import OpenAI
 from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
 from magnitude_proxy.identity import MAIN_BRANCH
+from magnitude_proxy.limits import HEADER, shown
 from magnitude_proxy.pruner import answered
 from magnitude_proxy.session import Lease, StepOutcome
 from magnitude_proxy.surface import Exchange, Surface
@@ -56,6 +57,7 @@ class Answer:
         self._id = answer_id
         self._tally = Tally()
         self._script: Script | None = None
+        self._committed = False
 
     async def send(self, request: web.Request, events: Events) -> web.StreamResponse:
         """Sends the answer in the form that the client asked for; closes `events` in any case.
@@ -75,6 +77,8 @@ class Answer:
             raise
         finally:
             self._exchange.route = self._tally.label or "none"
+            if self._tally.label and self._bounded and not self._committed:
+                self._commit(ok=False)
 
     async def _part(self) -> None:
         """Tells the worker that nothing more comes of the session, where the client said so."""
@@ -145,6 +149,12 @@ class Answer:
                 await outlet.write(frames or self._dialect.keepalive, STALL_S)
                 due = clock() + limits.keepalive_s
 
+    @property
+    def _bounded(self) -> bool:
+        """Whether tokens count against a limit."""
+        key = self._exchange.key
+        return self._lease.limits.max_tokens is not None or (key is not None and key.limits.tokens_per_day is not None)
+
     def _see(self, item: Item) -> None:
         before = self._tally.content
         self._tally.see(item)
@@ -171,6 +181,9 @@ class Answer:
             headers["x-magnitude-fallback-reason"] = tally.reason
         if self._asked.pruned is not None:
             headers["x-magnitude-pruned-tokens"] = str(self._asked.pruned.saved(tally.label))
+        limits = shown(self._lease.limits, self._lease.use)
+        if limits:
+            headers[HEADER] = limits
         if self._lease.degraded:
             headers["x-magnitude-degraded"] = "store"
         if self._lease.identity.advice is not None:
@@ -184,8 +197,12 @@ class Answer:
 
     def _commit(self, *, ok: bool) -> None:
         """Records the step in its session and the tokens in the metrics."""
-        tally, usage, telemetry = self._tally, self._tally.usage, self._surface.telemetry
-        pruned = self._asked.pruned
+        self._committed = True
+        tally, telemetry, pruned = self._tally, self._surface.telemetry, self._asked.pruned
+        usage = tally.usage
+        if self._bounded and not ok:
+            # Tokens that are limited count also where the client left before it was told of them.
+            usage = api.Usage(prompt_tokens=tally.read, completion_tokens=tally.written)
         route = tally.label or "none"
         telemetry.count(PROMPT_TOKENS, usage.prompt_tokens, route=route)
         telemetry.count(CACHED_TOKENS, usage.cached_tokens, route=route)
@@ -207,6 +224,10 @@ class Answer:
         self._surface.sessions.commit(self._lease, outcome)
         if pruned is not None and ok:
             answered(self._surface, self._lease, pruned, route)
+        key = self._exchange.key
+        if key is not None and key.limits.tokens_per_day is not None:
+            spent = usage.prompt_tokens + usage.completion_tokens
+            self._surface.sessions.spending.add(key.id, spent, self._surface.now())
 
 
 def _speculation(usage: api.Usage) -> dict[str, int]:

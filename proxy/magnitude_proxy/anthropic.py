@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
+from magnitude_proxy.admission import admit
 from magnitude_proxy.answer import Answer
 from magnitude_proxy.chat import priority, steps, tenant_salt
 from magnitude_proxy.dialect.messages_render import MessageAnswer
@@ -35,8 +36,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
         await read_body(request), surface.seed(), None if card is None else card.context_length
     )
     salt = tenant_salt(request)
-    offer = surface.catalogue.offer(asked.chat.model)
-    lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
+    offer = surface.catalogue.offer(asked.chat.model, exchange.upstream)
+    lease = await admit(request, salt, asked.chat)
     answer_id = f"msg_{uuid.uuid4().hex}"
     chat = await pruned(surface, request.headers, salt, lease, asked.chat)
     step = steps(chat, lease, salt, answer_id, offer, priority(request, chat))[0]
@@ -51,7 +52,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     surface = request.app[SURFACE]
     asked = read_count_request(await read_body(request), surface.seed())
     tenant_salt(request)
-    refusal = surface.catalogue.offer(asked.model).refusal or asked.refusal
+    refusal = surface.catalogue.offer(asked.model, request[EXCHANGE].upstream).refusal or asked.refusal
     if refusal is not None:
         raise from_failed(NAMES.failed(refusal))
     if surface.worker is None:

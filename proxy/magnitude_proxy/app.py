@@ -27,8 +27,11 @@ from magnitude_proxy.access import KeyRing, server_secret
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
 from magnitude_proxy.health import product_version
+from magnitude_proxy.keyfile import configured_keys
+from magnitude_proxy.keywatch import KeyWatch
 from magnitude_proxy.lines import Lines
 from magnitude_proxy.listener import admin_application, api_application, bind, listen
+from magnitude_proxy.refusals import Refusals
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.routing.route import Route
 from magnitude_proxy.session import Sessions
@@ -102,21 +105,22 @@ async def serve(config: ProxyConfig, ready: Callable[[Bound], None] | None = Non
     """
     stop = asyncio.Event()
     async with running(config) as proxy:
-        _on_signals(stop, proxy.surface)
+        watch = KeyWatch(config, proxy.surface.keys)
+        _on_signals(stop, proxy.surface, watch if config.key_file else None)
         _settle_garbage()
         sys.stdout.write(banner(config, proxy.bound))
         sys.stdout.flush()
         if ready is not None:
             ready(proxy.bound)
         refused = proxy.surface.refused if not config.upstreams else asyncio.Event()
-        greeting = asyncio.create_task(_greet(config, proxy))
+        beside = (asyncio.create_task(_greet(config, proxy)), asyncio.create_task(watch.follow()))
         ends = {asyncio.create_task(stop.wait()), asyncio.create_task(refused.wait())}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (greeting, *ends):
+            for task in (*beside, *ends):
                 task.cancel()
-            await asyncio.wait({greeting, *ends})
+            await asyncio.wait({*beside, *ends})
         if refused.is_set() and not stop.is_set():
             raise ConfigError(f"the worker cannot start: {proxy.surface.failure()}", param="worker.model")
 
@@ -138,17 +142,25 @@ async def _greet(config: ProxyConfig, proxy: Running) -> None:
     sys.stdout.flush()
 
 
-def _on_signals(stop: asyncio.Event, surface: Surface) -> None:
-    """Lets the first signal stop the proxy and the second end its grace."""
+def _on_signals(stop: asyncio.Event, surface: Surface, keys: KeyWatch | None) -> None:
+    """Lets the first signal stop the proxy and the second end its grace; SIGHUP reads a key file again."""
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[bool]] = set()
 
     def stopper() -> None:
         if stop.is_set():
             surface.drain.expire()
         stop.set()
 
+    def reload(keys: KeyWatch) -> None:
+        reloads.add(task := asyncio.create_task(keys.reload()))
+        task.add_done_callback(reloads.discard)
+
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopper)
+            loop.add_signal_handler(number, stopper)
+        if keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, reload, keys)
 
 
 @asynccontextmanager
@@ -186,7 +198,8 @@ async def _drain(surface: Surface, grace_s: float) -> None:
 async def _start(config: ProxyConfig, stack: AsyncExitStack) -> Surface:
     """Starts store, worker and upstream client; `stack` stops them."""
     data_dir = Path(config.data_dir)
-    keys = KeyRing(config.keys, server_secret(data_dir))
+    listed = configured_keys(config.keys, config.key_file, config.upstreams)
+    keys = KeyRing(listed, server_secret(data_dir), config.limits)
     telemetry = Telemetry(config.telemetry)
     stack.push_async_callback(asyncio.to_thread, telemetry.close)
     sessions = Sessions(config.store, data_dir, telemetry)
@@ -212,6 +225,7 @@ async def _start(config: ProxyConfig, stack: AsyncExitStack) -> Surface:
             ModelSource(made.name, bool(given.models), made.models)
             for given, made in zip(config.upstreams, upstreams, strict=True)
         ),
+        refusals=Refusals(config.listen.max_refused_per_minute if listed else 0),
         failure=lambda: None if supervisor is None or supervisor.pid is not None else supervisor.failure,
         refused=asyncio.Event() if supervisor is None else supervisor.refused,
     )
@@ -257,7 +271,7 @@ def banner(config: ProxyConfig, bound: Bound) -> str:
 def example(config: ProxyConfig, bound: Bound) -> str:
     """Returns a request to copy."""
     body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "stream": True})
-    key = " -H 'authorization: Bearer YOUR_KEY'" if config.keys else ""
+    key = " -H 'authorization: Bearer YOUR_KEY'" if config.keys or config.key_file else ""
     return f"\n  curl -N {bound.url}/chat/completions{key} -H 'content-type: application/json' -d '{body}'\n\n"
 
 

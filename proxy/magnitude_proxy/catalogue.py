@@ -61,13 +61,14 @@ class Catalogue:
             names.insert(0, card.name)
         return tuple(dict.fromkeys(name for name in names if name != ANY))
 
-    def listed(self, found: Mapping[str, Sequence[str]]) -> tuple[ModelReply, ...]:
+    def listed(self, found: Mapping[str, Sequence[str]], only: str | None = None) -> tuple[ModelReply, ...]:
         """Returns the models as `GET /v1/models` lists them, the worker's first.
 
-        `found` holds, by upstream, what servers without a map of names list themselves.
+        `found` holds, by upstream, what servers without a map of names list themselves. Of the upstreams `only`
+        counts, where it is given, here and below.
         """
         entries = [(name, "magnitude") for name in self.local()[:1]]
-        for upstream in self._upstreams:
+        for upstream in self._allowed(only):
             names = [*upstream.models] or found.get(upstream.name, ())
             entries += [(name, upstream.name) for name in names if name != ANY]
         unique: dict[str, str] = {}
@@ -75,16 +76,16 @@ class Catalogue:
             unique.setdefault(name, owner)
         return tuple(ModelReply(id=name, created=self._started, owned_by=owner) for name, owner in unique.items())
 
-    def find(self, name: str, found: Mapping[str, Sequence[str]]) -> ModelReply:
+    def find(self, name: str, found: Mapping[str, Sequence[str]], only: str | None = None) -> ModelReply:
         """Returns one model; raises NotFound."""
-        for model in self.listed(found):
+        for model in self.listed(found, only):
             if model.id == name:
                 return model
         if name in self.local():
             return ModelReply(id=name, created=self._started, owned_by="magnitude")
-        raise self._unknown(name)
+        raise self._unknown(name, only)
 
-    def offer(self, name: str) -> Offer:
+    def offer(self, name: str, only: str | None = None) -> Offer:
         """Returns who may answer for `name`.
 
         Raises:
@@ -93,10 +94,10 @@ class Catalogue:
         served = self._worker.mode != "none" and (
             name in GENERIC or ANY in self._worker.aliases or name in self.local()
         )
-        upstreams = frozenset(upstream.name for upstream in self._upstreams if takes(upstream, name))
+        upstreams = frozenset(upstream.name for upstream in self._allowed(only) if takes(upstream, name))
         if served:
             return Offer(None, upstreams)
-        unknown = self._unknown(name)
+        unknown = self._unknown(name, only)
         if not upstreams:
             raise unknown
         refusal = api.Failed(request="", epoch=0, code=unknown.code, message=unknown.message, param="model")
@@ -107,8 +108,11 @@ class Catalogue:
         names = self.local()
         return names[0] if names and (local or not asked) else asked
 
-    def _unknown(self, name: str) -> NotFound:
-        served = [model.id for model in self.listed({})]
+    def _allowed(self, only: str | None) -> tuple[UpstreamConfig, ...]:
+        return tuple(upstream for upstream in self._upstreams if only in (None, upstream.name))
+
+    def _unknown(self, name: str, only: str | None) -> NotFound:
+        served = [model.id for model in self.listed({}, only)]
         return NotFound(
             f"model {name[:128]!r} is not served here; served: {', '.join(served) or 'none'}. "
             "Use one of these, or add the name with --model-alias or to an upstream's models",

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
+from magnitude_proxy.admission import admit
 from magnitude_proxy.answer import Answer
 from magnitude_proxy.catalogue import Offer
 from magnitude_proxy.errors import Unauthorized
@@ -32,8 +33,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
     surface, exchange = request.app[SURFACE], request[EXCHANGE]
     asked = read_chat(await read_body(request), surface.seed())
     salt = tenant_salt(request)
-    offer = surface.catalogue.offer(asked.model)
-    lease = await surface.sessions.enter(salt, request.headers, asked.hints)
+    offer = surface.catalogue.offer(asked.model, exchange.upstream)
+    lease = await admit(request, salt, asked)
     asked = await pruned(surface, request.headers, salt, lease, asked)
     answer_id = f"chatcmpl-{random.getrandbits(128):032x}"
     step = steps(asked, lease, salt, answer_id, offer, priority(request, asked))[0]

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
+from magnitude_proxy.admission import admit
 from magnitude_proxy.answer import EVENTS_AHEAD, Answer, pump
 from magnitude_proxy.chat import priority, steps, tenant_salt
 from magnitude_proxy.dialect.form import Events, Item
@@ -26,8 +27,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     surface, exchange = request.app[SURFACE], request[EXCHANGE]
     asked = read_completion(await read_body(request), surface.seed())
     salt = tenant_salt(request)
-    offer = surface.catalogue.offer(asked.model)
-    lease = await surface.sessions.enter(salt, request.headers, asked.hints)
+    offer = surface.catalogue.offer(asked.model, exchange.upstream)
+    lease = await admit(request, salt, asked)
     answer_id = f"cmpl-{random.getrandbits(128):032x}"
     made = steps(asked, lease, salt, answer_id, offer, priority(request, asked))
     runs = [surface.dispatcher.run(step) for step in made]

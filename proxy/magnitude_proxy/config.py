@@ -31,6 +31,8 @@ class ListenConfig(Section, frozen=True, kw_only=True):
     Attributes:
         admin_port: second listener (metrics, administration); None means `port` + 1, 0 a free port.
         max_body_bytes: larger request bodies get 413.
+        max_refused_per_minute: an address that came with more unknown keys is heard, for the rest of the minute, only
+            with keys that it had used before; 0 hears everybody.
     """
 
     host: str = "127.0.0.1"
@@ -38,13 +40,60 @@ class ListenConfig(Section, frozen=True, kw_only=True):
     admin_host: str = "127.0.0.1"
     admin_port: Annotated[int, Meta(ge=0, le=65_535)] | None = None
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
+    max_refused_per_minute: Annotated[int, Meta(ge=0)] = 100
+
+
+class SessionLimits(Section, frozen=True, kw_only=True, omit_defaults=True):
+    """What one session may use at most; None sets no limit. A request that finds a limit used up is refused.
+
+    Attributes:
+        max_iterations: answered steps.
+        max_tokens: prompt and completion tokens of all its steps.
+        max_seconds: seconds since its first request.
+        max_repeats: how often one identical tool call may stand in its recent history.
+    """
+
+    max_iterations: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_seconds: Annotated[float, Meta(gt=0)] | None = None
+    max_repeats: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Limits(SessionLimits, frozen=True, kw_only=True, omit_defaults=True):
+    """What each session of a key, and the key itself, may use at most; None sets no limit.
+
+    Attributes:
+        requests_per_minute: requests for an answer that begin, per proxy.
+        concurrent_requests: requests for an answer at once, per proxy.
+        tokens_per_day: prompt and completion tokens of a UTC day, over all proxies of one store.
+    """
+
+    requests_per_minute: Annotated[int, Meta(ge=1)] | None = None
+    concurrent_requests: Annotated[int, Meta(ge=1)] | None = None
+    tokens_per_day: Annotated[int, Meta(ge=1)] | None = None
+
+
+NO_LIMITS = Limits()
 
 
 class KeyConfig(Section, frozen=True, kw_only=True):
-    """One API key: the SHA-256 of the secret (hex) and the tenant it stands for."""
+    """One API key.
+
+    Attributes:
+        sha256: of the key, in hex; the key itself is kept nowhere.
+        tenant: whom it stands for; keys of one tenant share sessions and cache.
+        name: for people, in the log and in errors.
+        upstream: the only upstream that may answer its requests; None allows all.
+        admin: it opens the second listener where that is not on loopback; while all keys are one tenant's, each does.
+        limits: instead of the server's, field by field.
+    """
 
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     tenant: Annotated[str, Meta(min_length=1, max_length=128)]
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{0,64}$")] = ""
+    upstream: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] | None = None
+    admin: bool = False
+    limits: Limits = Limits()
 
 
 class UpstreamConfig(Section, frozen=True, kw_only=True):
@@ -150,11 +199,15 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
 
     Attributes:
         most_urgent: the lowest priority that a client may ask for; below 0 it goes before everybody who asks for none.
+        keys, key_file: API keys; those of the file come on top, and are read again when it changes.
+        limits: of keys that set none of their own.
     """
 
     data_dir: str
     listen: ListenConfig = ListenConfig()
     keys: tuple[KeyConfig, ...] = ()
+    key_file: str | None = None
+    limits: Limits = Limits()
     insecure: bool = False
     most_urgent: Annotated[int, Meta(ge=-100, le=0)] = 0
     worker: WorkerConfig = WorkerConfig()

@@ -9,6 +9,8 @@ ProxyError                    status, type, code, message, param → {"error": {
 ├── BodyTooLarge         413  the body exceeds the configured limit
 ├── HttpRefused          4xx  the HTTP server's own refusal, such as 405
 ├── TooManyRequests      429  the queue is full or a limit is reached; Retry-After
+│   ├── SessionLimitExceeded  the session has used up what it may; trying again is of no use
+│   └── RateLimited           the key has used up what it may for now; Retry-After
 ├── UpstreamError        4xx  passed on from an upstream: its status, type, code and message
 ├── Unavailable          503  nothing can answer; says what was tried
 └── DeadlineExceeded     504  nothing answered in time
@@ -139,6 +141,26 @@ class TooManyRequests(ProxyError):
     status = 429
     type = "rate_limit_error"
     default_code = "overloaded"
+
+
+class SessionLimitExceeded(TooManyRequests):
+    """The session has used up what it may; `param` is the limit. SDKs obey the header and do not try on."""
+
+    default_code = "session_limit_exceeded"
+
+    def __init__(self, message: str, *, param: str, headers: dict[str, str]) -> None:
+        super().__init__(message, param=param, headers={**headers, "x-should-retry": "false"})
+
+
+class RateLimited(TooManyRequests):
+    """The key has used up what it may for now; `param` is the limit."""
+
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, param: str, wait_s: int, again: bool = True) -> None:
+        """`again` says that waiting is worth a client's while."""
+        headers = {"Retry-After": str(wait_s)} | ({} if again else {"x-should-retry": "false"})
+        super().__init__(message, param=param, headers=headers)
 
 
 class Unavailable(ProxyError):

@@ -15,7 +15,7 @@ from magnitude_engine.errors import WorkerLost
 from magnitude_proxy.errors import ErrorDetail, NotFound, Unavailable
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.routing.policy import LOCAL
-from magnitude_proxy.surface import SURFACE, Surface
+from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
 from magnitude_proxy.wire.replies import ModelsReply
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,13 +37,17 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker's part of `/health`; `failure` says why it cannot start."""
+    """The worker's part of `/health`; `failure` says why it cannot start.
+
+    The figures are left out where nothing is known of them, and where there are several tenants: they tell what the
+    others do.
+    """
 
     state: Literal["ready", "loading", "failed", "none"]
-    running: int = 0
-    waiting: int = 0
-    pages_free: int = 0
-    pages_total: int = 0
+    running: int | UnsetType = UNSET
+    waiting: int | UnsetType = UNSET
+    pages_free: int | UnsetType = UNSET
+    pages_total: int | UnsetType = UNSET
     failure: str | None = None
 
 
@@ -101,19 +105,19 @@ async def ready(request: web.Request) -> web.Response:
 
 async def models(request: web.Request) -> web.Response:
     """The list of models."""
-    surface = request.app[SURFACE]
-    return _json(ModelsReply(data=surface.catalogue.listed(await _found(surface))))
+    surface, only = request.app[SURFACE], request[EXCHANGE].upstream
+    return _json(ModelsReply(data=surface.catalogue.listed(await _found(surface, only), only)))
 
 
 async def model(request: web.Request) -> web.Response:
     """One model; raises NotFound."""
-    surface = request.app[SURFACE]
-    return _json(surface.catalogue.find(request.match_info["name"], await _found(surface)))
+    surface, only = request.app[SURFACE], request[EXCHANGE].upstream
+    return _json(surface.catalogue.find(request.match_info["name"], await _found(surface, only), only))
 
 
-async def _found(surface: Surface) -> dict[str, tuple[str, ...]]:
+async def _found(surface: Surface, only: str | None) -> dict[str, tuple[str, ...]]:
     """Returns what upstreams without a map of names list; those that do not answer list what they last did."""
-    open_ones = [upstream for upstream in surface.upstreams if not upstream.mapped]
+    open_ones = [each for each in surface.upstreams if not each.mapped and only in (None, each.name)]
     lists = await asyncio.gather(*(upstream.models() for upstream in open_ones))
     return {upstream.name: names for upstream, names in zip(open_ones, lists, strict=True)}
 
@@ -190,7 +194,7 @@ def _worker(surface: Surface) -> WorkerHealth:
     state: Literal["ready", "loading", "failed"] = (
         "ready" if worker.available() else "failed" if failure is not None else "loading"
     )
-    if status is None:
+    if status is None or surface.keys.tenants > 1:
         return WorkerHealth(state=state, failure=failure)
     return WorkerHealth(
         state=state,

@@ -1,4 +1,4 @@
-"""The command `magnitude`: serve, pull, doctor, cache, bench, worker.
+"""The command `magnitude`: serve, pull, doctor, cache, keys, bench, worker.
 
 Exit status: 0 done, 1 `doctor` found that `serve` could not work, 2 something cannot be used as given or a server does
 not answer (one line on stderr says what and what to do), 130 interrupted.
@@ -19,7 +19,7 @@ import msgspec
 
 from magnitude_engine.config import EngineConfig, default_data_dir
 from magnitude_engine.errors import ConfigError, MagnitudeError
-from magnitude_proxy import settings
+from magnitude_proxy import keycommand, settings
 from magnitude_proxy.config import ProxyConfig
 from magnitude_proxy.setup.progress import Bar, Progress
 from magnitude_proxy.setup.pull import KNOWN, KnownModel, ResolvedModel, known_model, model_file, pull, resolve_model
@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _pull(options)
         if options.command == "cache":
             return _cache(options, os.environ)
+        if options.command == "keys":
+            return keycommand.run(options, sys.stdin, sys.stdout, sys.stderr)
         config = settings.load(options, os.environ)
         return _doctor(config, options.json) if options.command == "doctor" else _serve(config)
     except MagnitudeError as problem:
@@ -107,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     settings.add_arguments(doctor)
     _add_cache(commands.add_parser("cache", help="show what a running server's cache holds", description=_CACHE))
+    keycommand.add_arguments(commands.add_parser("keys", help="make API keys that a key file knows by their hashes"))
     commands.add_parser("bench", help="measure it beside what a user would run instead", add_help=False)
     commands.add_parser("worker", help=f"run only the worker: the options of python -m {ENGINE_MODULE}", add_help=False)
     return parser

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from magnitude_proxy.access import host_is_local, is_loopback, origin_is_local
+from magnitude_proxy.access import Key, host_is_local, is_loopback, origin_is_local
 from magnitude_proxy.errors import (
     BadRequest,
     BodyTooLarge,
@@ -19,6 +21,7 @@ from magnitude_proxy.errors import (
     HttpRefused,
     NotFound,
     ProxyError,
+    RateLimited,
     RequestTimeout,
     Unauthorized,
     Unavailable,
@@ -33,6 +36,8 @@ BODY_S = 60.0
 SERVER = "magnitude"
 LIVE = "/health/live"
 READY = "/health/ready"
+# The routes that cost tokens.
+ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 ADMIN: web.AppKey[bool] = web.AppKey("admin", bool)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _UNSAFE = re.compile(r"[^\x21-\x7e]")
@@ -60,7 +65,7 @@ async def _answered(surface: Surface, request: web.Request, handler: Handler) ->
     """Returns the handler's response, or the one that tells its failure; a request cut by the stop gets a 503."""
     try:
         _admit(surface, request)
-        with surface.drain.entered():
+        with surface.drain.entered(), _counted(surface, request):
             return await handler(request)
     except ProxyError as error:
         return error_response(error)
@@ -82,6 +87,14 @@ async def _answered(surface: Surface, request: web.Request, handler: Handler) ->
         return error_response(ProxyError(problem))
 
 
+def _counted(surface: Surface, request: web.Request) -> AbstractContextManager[None]:
+    """Returns what counts a request for an answer against its key's quotas, and raises RateLimited when entered."""
+    key = request[EXCHANGE].key
+    if key is None or request.method != "POST" or request[EXCHANGE].endpoint not in ANSWERING:
+        return nullcontext()
+    return surface.quotas.entered(key, surface.clock())
+
+
 def _admit(surface: Surface, request: web.Request) -> None:
     """Fills in the exchange and refuses what may not go on.
 
@@ -98,12 +111,34 @@ def _admit(surface: Surface, request: web.Request) -> None:
         _check_names(request)
     if request.path == LIVE or (admin and (loopback or request.path == READY)):
         return
-    tenant = surface.keys.tenant(_presented_key(request))
-    if tenant is None:
+    key = _known_key(surface, request)
+    if key is None:
         raise Unauthorized("the API key is missing or unknown; send it as Authorization: Bearer KEY")
-    exchange.tenant = tenant
+    if admin and not key.admin:
+        raise Forbidden(
+            "this key does not open the second listener, which tells of all tenants; use one with admin=true in the "
+            "key file",
+            code="admin_key_required",
+        )
+    exchange.key = key
     if surface.drain.closing and not exchange.endpoint.startswith("/health"):
         raise _stopping()
+
+
+def _known_key(surface: Surface, request: web.Request) -> Key | None:
+    """Returns what the request's key may do, None for one that is none; raises RateLimited for too many of those."""
+    key = surface.keys.find(_presented_key(request))
+    name, address, now = None if key is None else key.id, request.remote or "", surface.clock()
+    wait = surface.refusals.wait_s(address, name, now)
+    if wait:
+        raise RateLimited(
+            "too many requests with unknown API keys came from this address; check the key, and wait",
+            param="max_refused_per_minute",
+            wait_s=math.ceil(wait),
+            again=False,
+        )
+    surface.refusals.count(address, name, now)
+    return key
 
 
 def _stopping() -> Unavailable:
@@ -212,13 +247,14 @@ def _record(surface: Surface, request: web.Request, exchange: Exchange) -> None:
     telemetry.count(REQUESTS, endpoint=endpoint, route=route, status=str(exchange.status))
     telemetry.observe(REQUEST_SECONDS, seconds, endpoint=endpoint, route=route)
     access_log.info(
-        "%s %s %d %.1fms route=%s id=%s",
+        "%s %s %d %.1fms route=%s id=%s%s",
         request.method,
         _shown(request.path),
         exchange.status,
         seconds * 1000,
         route,
         exchange.id,
+        f" key={exchange.key.name}" if exchange.key is not None and exchange.key.name else "",
     )
 
 

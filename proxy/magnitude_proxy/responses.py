@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from magnitude_proxy.admission import admit
 from magnitude_proxy.answer import LOCAL, Answer
 from magnitude_proxy.chat import priority, steps, tenant_salt
 from magnitude_proxy.dialect.parts import Part, Parts
@@ -34,8 +35,8 @@ async def create(request: web.Request) -> web.StreamResponse:
     wire = convert(body, ResponsesRequest)
     earlier = await _conversation(surface.sessions.responses, salt, wire.previous_response_id)
     asked = read_response_request(body, wire, earlier, surface.seed())
-    offer = surface.catalogue.offer(asked.chat.model)
-    lease = await surface.sessions.enter(salt, request.headers, asked.chat.hints)
+    offer = surface.catalogue.offer(asked.chat.model, exchange.upstream)
+    lease = await admit(request, salt, asked.chat)
     name = f"resp_{uuid.uuid4().hex}"
     chat = await pruned(surface, request.headers, salt, lease, asked.chat)
     step = steps(chat, lease, salt, name, offer, priority(request, chat))[0]

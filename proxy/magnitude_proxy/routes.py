@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy import anthropic, events, feedback, health, responses, sessions, tools
+from magnitude_proxy import anthropic, events, feedback, health, limits, responses, sessions, tools
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
 from magnitude_proxy.dialect import messages_replies, messages_wire, responses_replies, responses_wire
@@ -29,6 +29,7 @@ _ANSWERED = (
     "x-magnitude-degraded",
     "x-magnitude-session-advice",
     "x-magnitude-ignored",
+    "x-magnitude-limits",
 )
 _TEXT = {"type": "string"}
 _WORDS = "|".join(get_args(Word))
@@ -39,6 +40,12 @@ _IDENTITY = (
     Parameter("x-magnitude-session", "header", _TEXT, "The client's own id of its session."),
     _BRANCH,
     Parameter("x-magnitude-parent", "header", _TEXT, "The session that this one was started by."),
+    Parameter(
+        limits.HEADER,
+        "header",
+        _TEXT,
+        "Limits of the session, lower than the server's: `iterations=50, tokens=100000, seconds=600, repeats=3`.",
+    ),
 )
 _PRUNE = Parameter(
     "x-magnitude-prune",

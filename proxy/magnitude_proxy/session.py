@@ -17,17 +17,27 @@ from pathlib import Path
 
 import msgspec
 
-from magnitude_proxy.config import StoreConfig
-from magnitude_proxy.identity import Identity, IdentityHints, identify
+from magnitude_proxy.config import SessionLimits, StoreConfig
+from magnitude_proxy.identity import FINGERPRINT, Identity, IdentityHints, identify
+from magnitude_proxy.limits import NO_TERMS, Terms, Use, lowered, refusal
 from magnitude_proxy.lineage import Lineage
 from magnitude_proxy.store.book import SessionBook
 from magnitude_proxy.store.connection import KNOCK_S, StoreConnection, StoreDown
 from magnitude_proxy.store.embedded import EmbeddedStore
-from magnitude_proxy.store.functions import LIBRARY, commit_call, get_call, open_call, parse_opened, parse_record
-from magnitude_proxy.store.memory import MemoryStore
+from magnitude_proxy.store.functions import (
+    LIBRARY,
+    Opening,
+    commit_call,
+    get_call,
+    open_call,
+    parse_opened,
+    parse_record,
+)
+from magnitude_proxy.store.memory import MemoryStore, Opened
 from magnitude_proxy.store.pruned import Prunings
-from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcome, after
+from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcome, after, begun
 from magnitude_proxy.store.responses import KeptResponses
+from magnitude_proxy.store.spending import Spending
 from magnitude_proxy.telemetry import (
     SPAN_STORE,
     STALE_COMMITS,
@@ -54,6 +64,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         token: `<store run id>.<nonce>.<epoch>`, new with every open.
         step: the session's step that this request is, from 0.
         degraded: the store did not answer; the record is this process's own.
+        limits, use: what the session may use, and what it has used, this step counted.
     """
 
     identity: Identity
@@ -62,6 +73,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     degraded: bool
     record: SessionRecord
+    limits: SessionLimits = SessionLimits()
+    use: Use = Use()
 
 
 class Sessions:
@@ -71,6 +84,7 @@ class Sessions:
         book: the sessions as clients ask for them.
         responses: the answers that clients may go on from.
         prunings: what was dropped from their prompts.
+        spending: the tokens of each key's day.
     """
 
     def __init__(
@@ -110,6 +124,7 @@ class Sessions:
         self.book = SessionBook(self._memory, link, config.session_ttl_s, self._lineage.counted)
         self.responses = KeptResponses(link, min(config.session_ttl_s, RESPONSE_TTL_S))
         self.prunings = Prunings(link, config.session_ttl_s)
+        self.spending = Spending(link)
         telemetry.gauge(STORE_UP, lambda: [(float(self.healthy()), {})])
 
     @property
@@ -139,29 +154,40 @@ class Sessions:
         if self._embedded is not None:
             await self._embedded.close()
 
-    async def enter(self, tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Lease:
+    async def enter(
+        self, tenant: str, headers: Mapping[str, str], hints: IdentityHints, terms: Terms = NO_TERMS
+    ) -> Lease:
         """Returns the lease of a request's next step, of the session that it is found to belong to; see `open`."""
         identity = self._lineage.place(identify(tenant, headers, hints), hints)
         if identity.advice is not None:
             self._telemetry.count(UNSTABLE_IDS, source=identity.source)
-        return await self.open(identity)
+        if identity.source == FINGERPRINT and hints.messages and all(m.role != "assistant" for m in hints.messages):
+            # Runs that begin alike may share a session: a history that holds no answer begins one.
+            terms = msgspec.structs.replace(terms, fresh=True)
+        return await self.open(identity, terms)
 
-    async def open(self, identity: Identity) -> Lease:
-        """Returns the lease of the next step; from memory when the store does not answer within its limit."""
+    async def open(self, identity: Identity, terms: Terms = NO_TERMS) -> Lease:
+        """Returns the lease of the next step; from memory when the store does not answer within its limit.
+
+        Raises:
+            SessionLimitExceeded: the session has used up what it may. Nothing has changed.
+        """
         now = self._clock()
         nonce = self._nonce()
         owner = Owner(identity.tenant, identity.source, identity.raw, identity.advice or "")
         if self._store is not None:
             try:
-                call = open_call(identity.session, identity.branch, owner, nonce, now, self._config.session_ttl_s)
+                opening = Opening(owner, nonce, terms)
+                call = open_call(identity.session, identity.branch, opening, now, self._config.session_ttl_s)
                 opened = parse_opened(identity.session, await self.call("open", *call))
-                self._memory.remember(opened.record)
-                self.book.opened(opened.record)
-                return _lease(identity, opened.token, opened.record, degraded=False)
+                if opened.refused is None:
+                    self._memory.remember(opened.record)
+                    self.book.opened(opened.record)
+                return _lease(identity, opened, terms, now, degraded=False)
             except StoreDown:
                 pass
-        token, record = self._memory.open(identity.session, identity.branch, owner, nonce, now)
-        return _lease(identity, token, record, degraded=self._store is not None)
+        opened = self._memory.open(identity.session, identity.branch, owner, nonce, now, terms)
+        return _lease(identity, opened, terms, now, degraded=self._store is not None)
 
     def commit(self, lease: Lease, outcome: StepOutcome) -> asyncio.Future[bool]:
         """Sends one step under `lease` to the store; the result, False when it was not recorded there, may be awaited.
@@ -231,9 +257,23 @@ class Sessions:
         return committed
 
 
-def _lease(identity: Identity, token: str, record: SessionRecord, *, degraded: bool) -> Lease:
+def _lease(identity: Identity, opened: Opened, terms: Terms, now: float, *, degraded: bool) -> Lease:
+    """Returns the lease that a store gave; raises SessionLimitExceeded where it gave none."""
+    record = opened.record
+    if opened.refused is not None:
+        record, _ = begun(record, terms, now)
+    limits, use = lowered(terms.server, record.limits), record.use(now, terms.repeats)
+    if opened.refused is not None:
+        raise refusal(opened.refused, limits, use, identity.session)
     return Lease(
-        identity=identity, epoch=record.epoch, token=token, step=record.steps, degraded=degraded, record=record
+        identity=identity,
+        epoch=record.epoch,
+        token=opened.token,
+        step=record.steps,
+        degraded=degraded,
+        record=record,
+        limits=limits,
+        use=use._replace(iterations=use.iterations + 1),
     )
 
 

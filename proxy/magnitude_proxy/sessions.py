@@ -14,12 +14,14 @@ from aiohttp import web
 from magnitude_engine import api
 from magnitude_engine.errors import WorkerLost
 from magnitude_proxy.chat import tenant_salt
+from magnitude_proxy.config import SessionLimits
 from magnitude_proxy.errors import BadRequest, NotFound, Unavailable
+from magnitude_proxy.limits import lowered
 from magnitude_proxy.session import SessionRecord, State
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.credit import Feedback, SessionView, credited
 from magnitude_proxy.store.pruned import Drop, Kind
-from magnitude_proxy.surface import SURFACE, Surface
+from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
 from magnitude_proxy.wire.replies import Reply
 
 PAGE = 20
@@ -130,6 +132,22 @@ class BranchCache(Reply, frozen=True, kw_only=True):
     due_s: float | None
 
 
+class CountReply(Reply, frozen=True, kw_only=True):
+    """How much of a limit is used; `limit` is null without one."""
+
+    used: float
+    limit: float | None
+
+
+class LimitsReply(Reply, frozen=True, kw_only=True):
+    """What the session may use with this key and has used; how often a tool call may be repeated, null for ever."""
+
+    iterations: CountReply
+    tokens: CountReply
+    seconds: CountReply
+    max_repeats: int | None
+
+
 class SessionReport(SessionReply, frozen=True, kw_only=True):
     """A session as it is shown alone; `cache` is null while no worker can say what it holds.
 
@@ -141,6 +159,7 @@ class SessionReport(SessionReply, frozen=True, kw_only=True):
     feedback: tuple[KeptFeedback, ...]
     pruned: tuple[DropReply, ...]
     cache: tuple[BranchCache, ...] | None
+    limits: LimitsReply
     advice: str | None = None
 
 
@@ -179,8 +198,10 @@ async def shown(request: web.Request) -> web.Response:
         raise store_down() from down
     if view is None:
         raise unknown_session()
+    key = request[EXCHANGE].key
+    limits = _limits(view.record, SessionLimits() if key is None else key.limits, surface.now())
     cache = await _cache(surface, tenant_salt(request), record)
-    return _json(_report(view, drops, surface.config.store.session_ttl_s, cache))
+    return _json(_report(view, drops, surface.config.store.session_ttl_s, cache, limits))
 
 
 async def deleted(request: web.Request) -> web.Response:
@@ -258,7 +279,7 @@ def _reply(record: SessionRecord, ttl_s: float) -> SessionReply:
 
 
 def _report(
-    view: SessionView, drops: tuple[Drop, ...], ttl_s: float, cache: tuple[BranchCache, ...] | None
+    view: SessionView, drops: tuple[Drop, ...], ttl_s: float, cache: tuple[BranchCache, ...] | None, limits: LimitsReply
 ) -> SessionReport:
     return SessionReport(
         **msgspec.structs.asdict(_reply(view.record, ttl_s)),
@@ -267,6 +288,17 @@ def _report(
         pruned=tuple(map(_drop, drops)),
         cache=cache,
         advice=view.advice or None,
+        limits=limits,
+    )
+
+
+def _limits(record: SessionRecord, server: SessionLimits, now: float) -> LimitsReply:
+    limits, use = lowered(server, record.limits), record.use(now)
+    return LimitsReply(
+        iterations=CountReply(used=use.iterations, limit=limits.max_iterations),
+        tokens=CountReply(used=use.tokens, limit=limits.max_tokens),
+        seconds=CountReply(used=round(use.seconds, 1), limit=limits.max_seconds),
+        max_repeats=limits.max_repeats,
     )
 
 
@@ -314,7 +346,8 @@ async def _cache(surface: Surface, salt: str, record: SessionRecord) -> tuple[Br
         report = await surface.worker.inspect(CACHE_S)
     except WorkerLost:
         return None
-    uses = (use for use in report.sessions if use.session == record.session and use.tenant == salt)
+    # A worker shows the beginning of a tenant's salt only.
+    uses = (use for use in report.sessions if use.session == record.session and salt.startswith(use.tenant))
     return tuple(
         BranchCache(branch=u.branch, state=u.state, tokens=u.tokens, waits_for=u.tool or None, due_s=u.due_s)
         for u in uses

@@ -2,8 +2,8 @@
 
 `TABLE` names each setting once; flags, environment variables, the help text and the file's keys follow from
 it. The TOML file has the sections of `config.py` (`listen`, `worker`, `store`, `deadlines`, `retry`,
-`telemetry`, the lists `upstreams` and `keys`). Whatever cannot be used raises `ConfigError` with the name of the
-setting, where it was set and what is allowed.
+`telemetry`, `limits`, the lists `upstreams` and `keys`). Whatever cannot be used raises `ConfigError` with the name
+of the setting, where it was set and what is allowed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import msgspec
 
 from magnitude_engine.config import default_data_dir
 from magnitude_engine.errors import ConfigError
-from magnitude_proxy.access import is_loopback, parse_key_file
+from magnitude_proxy.access import is_loopback
 from magnitude_proxy.config import KV_DISK_MB, ProxyConfig
+from magnitude_proxy.keyfile import configured_keys
 from magnitude_proxy.toml_places import place, refuse_unknown
 from magnitude_proxy.upstream.given import read_upstream
 
@@ -58,8 +59,17 @@ TABLE: tuple[Setting, ...] = (
     Setting("listen.admin_host", "address of the second listener (metrics)", "admin-host"),
     Setting("listen.admin_port", "port of the second listener; default: port + 1, 0 takes a free one", "admin-port"),
     Setting("listen.max_body_bytes", "larger request bodies get 413", "max-body-bytes"),
+    Setting("listen.max_refused_per_minute", "unknown keys of an address until 429; 0: any", "max-refused-per-minute"),
     Setting("data_dir", "folder of models, store and secret", "data-dir"),
     Setting("most_urgent", "lowest priority that a client may ask for (lower is sooner), 0 to -100", "most-urgent"),
+    Setting("key_file", "file of API keys (`magnitude keys new` makes them), re-read when it changes", "key-file"),
+    Setting("limits.max_iterations", "answered steps of a session; clients may lower these four for their sessions"),
+    Setting("limits.max_tokens", "prompt and completion tokens of a session"),
+    Setting("limits.max_seconds", "seconds since a session's first request"),
+    Setting("limits.max_repeats", "how often one identical tool call may stand in a session's recent history"),
+    Setting("limits.requests_per_minute", "requests of a key that begin, per proxy"),
+    Setting("limits.concurrent_requests", "requests of a key at once, per proxy"),
+    Setting("limits.tokens_per_day", "prompt and completion tokens of a key in a UTC day, over all proxies of a store"),
     Setting("insecure", "allow a public address without API keys (true or false)", "insecure"),
     Setting("worker.model", "a known name (see `magnitude pull`) or a path", "model"),
     Setting("worker.engine.model_name", "name under which the model is listed; default: the model's", "model-name"),
@@ -106,7 +116,6 @@ TABLE: tuple[Setting, ...] = (
 )
 
 _CONFIG = Setting("config", "TOML file with any of these settings, each at the [section] key shown here", "config")
-_KEYS = Setting("keys", "file with one API key a line: `sk-… TENANT` or `sha256:HEX TENANT`", "key-file")
 _UPSTREAM = Setting(
     "upstreams", "OpenAI-compatible server in order of preference: URL, NAME=URL or NAME=KIND+URL", "upstream"
 )
@@ -118,7 +127,7 @@ _UPSTREAM_MODEL = Setting(
     "model that an upstream is asked for whatever the client's name: MODEL or NAME=MODEL",
     "upstream-model",
 )
-SPECIAL = (_CONFIG, _KEYS, _UPSTREAM, _UPSTREAM_KEY, _UPSTREAM_MODEL)
+SPECIAL = (_CONFIG, _UPSTREAM, _UPSTREAM_KEY, _UPSTREAM_MODEL)
 _SHOWN_DEFAULTS = {
     "data_dir": "~/.local/share/magnitude",
     "worker.engine.model_name": "unset",
@@ -163,7 +172,6 @@ def load(options: argparse.Namespace, environ: Mapping[str, str]) -> ProxyConfig
         if found is not None:
             _put(tree, setting.path, found)
     _add_upstreams(tree, given)
-    _add_keys(tree, given)
     _finish(tree)
     config = _decode(tree)
     check(config)
@@ -178,7 +186,7 @@ def check(config: ProxyConfig) -> None:
     """
     listen, worker = config.listen, config.worker
     for name, host in (("host", listen.host), ("admin_host", listen.admin_host)):
-        if not is_loopback(host) and not config.keys and not config.insecure:
+        if not is_loopback(host) and not (config.keys or config.key_file) and not config.insecure:
             raise ConfigError(
                 f"{name} {host!r} is reachable from other machines but no API keys are configured: "
                 "pass --key-file FILE, listen on 127.0.0.1, or accept everybody with --insecure",
@@ -191,6 +199,7 @@ def check(config: ProxyConfig) -> None:
         )
     if worker.mode == "attach" and worker.socket is None:
         raise ConfigError("worker mode attach needs --worker-socket PATH", param="worker.socket")
+    configured_keys(config.keys, config.key_file, config.upstreams)
     names = [upstream.name for upstream in config.upstreams]
     for name in names:
         if names.count(name) > 1:
@@ -287,8 +296,8 @@ def _explain(error: msgspec.ValidationError, setting: Setting) -> str:
     if choices:
         return f"must be one of {', '.join(choices)}"
     words = str(error).split(" - at ")[0]
-    for name, meaning in (("`int | null`", "a whole number"), ("`int`", "a whole number"), ("`float`", "a number")):
-        words = words.replace(name, meaning)
+    for name, meaning in (("int", "a whole number"), ("float", "a number")):
+        words = words.replace(f"`{name} | null`", meaning).replace(f"`{name}`", meaning)
     return words.replace("Expected", "must be").replace(", got `str`", "")
 
 
@@ -337,19 +346,6 @@ def _addressed(upstreams: list[Any], given: Given, setting: Setting) -> Iterator
             raise ConfigError(f"{setting.flag} {text!r}: no upstream has that name", param="upstreams")
         for upstream in chosen:
             yield upstream, value
-
-
-def _add_keys(tree: dict[str, Any], given: Given) -> None:
-    """Keys of the key file come on top of those in the file's `keys`."""
-    name = given.one(_KEYS)
-    if name is None:
-        return
-    try:
-        text = Path(name).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{_KEYS.flag} {name}: cannot be read as text: {error}", param="keys") from error
-    keys = [{"sha256": key.sha256, "tenant": key.tenant} for key in parse_key_file(text, name)]
-    tree["keys"] = [*tree.get("keys", []), *keys]
 
 
 def _finish(tree: dict[str, Any]) -> None:

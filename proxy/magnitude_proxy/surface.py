@@ -14,11 +14,13 @@ from typing import NamedTuple, Protocol
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy.access import KeyRing, Tenant
+from magnitude_proxy.access import Key, KeyRing, Tenant
 from magnitude_proxy.catalogue import Catalogue
 from magnitude_proxy.config import ProxyConfig
 from magnitude_proxy.errors import TooManyRequests
 from magnitude_proxy.pruning.scene import Recents
+from magnitude_proxy.quota import Quotas
+from magnitude_proxy.refusals import Refusals
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.session import Sessions
 from magnitude_proxy.telemetry import Telemetry
@@ -150,6 +152,7 @@ class Surface:
     Attributes:
         worker: None without a local worker.
         failure: why the worker ended, while none runs.
+        refusals: of unknown keys, by address.
         refused: set once a worker refused its model or settings; it would do so again.
         now: Unix seconds.
         clock: monotonic seconds.
@@ -170,6 +173,8 @@ class Surface:
     drain: Drain = field(default_factory=Drain)
     turnstile: Turnstile = field(default_factory=Turnstile)
     recents: Recents = field(default_factory=Recents)
+    quotas: Quotas = field(default_factory=Quotas)
+    refusals: Refusals = field(default_factory=lambda: Refusals(0))
     now: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
     seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS)
@@ -181,7 +186,7 @@ class Exchange:
 
     Attributes:
         began: monotonic seconds.
-        tenant: whom the key stands for, once it is checked.
+        key: what the request may do, once its key is checked.
         status: of the response; 499 when the client left before its end.
         route: label of the route that answered, `none` when none did.
         sent: response headers have gone out, so that no other response can.
@@ -190,10 +195,20 @@ class Exchange:
     id: str
     began: float
     endpoint: str
-    tenant: Tenant | None = None
+    key: Key | None = None
     status: int = 499
     route: str = "none"
     sent: bool = False
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Whom the key stands for."""
+        return None if self.key is None else self.key.tenant
+
+    @property
+    def upstream(self) -> str | None:
+        """The only upstream that the key allows; None where it allows all."""
+        return None if self.key is None else self.key.upstream
 
 
 SURFACE: web.AppKey[Surface] = web.AppKey("surface", Surface)

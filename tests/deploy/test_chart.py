@@ -14,7 +14,8 @@ import pytest
 
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy import settings
-from magnitude_proxy.config import KV_DISK_MB, ProxyConfig
+from magnitude_proxy.config import KV_DISK_MB, Limits, ProxyConfig
+from magnitude_proxy.keyfile import configured_keys
 from testkit import helm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -109,7 +110,7 @@ def test_the_product_reads_the_settings_of_the_chart(values: Path, tmp_path: Pat
     assert ports["http"] == config.listen.port
     assert ports["admin"] == config.listen.admin_port
     assert {config.listen.host, config.listen.admin_host} == {"0.0.0.0"}, "the kubelet probes both listeners"
-    assert len(config.keys) == 1
+    assert len(configured_keys(config.keys, config.key_file, config.upstreams)) == 1
     mounts = {mount["mountPath"]: mount for mount in proxy["volumeMounts"]}
     assert str(Path(config.data_dir).parent) in mounts
     for upstream in config.upstreams:
@@ -122,6 +123,7 @@ def test_settings_in_values_arrive_in_the_product(tmp_path: Path) -> None:
     assert config.worker.mode == "none"
     assert config.listen.max_body_bytes == 33_554_432
     assert (config.retry.budget_ratio, config.retry.budget_min) == (0.1, 5)
+    assert config.limits == Limits(max_iterations=200, max_seconds=7200.5, tokens_per_day=5_000_000)
     assert config.telemetry.otlp_endpoint == "http://collector.monitoring.svc:4318/v1/traces"
     first, second = config.upstreams
     assert (first.name, first.first_token_s, first.key_file) == ("vllm", 20, None)

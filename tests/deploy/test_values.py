@@ -14,6 +14,7 @@ import yaml
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy.config import (
     DeadlineConfig,
+    Limits,
     ListenConfig,
     RetryConfig,
     StoreConfig,
@@ -31,6 +32,7 @@ DECIDED: dict[str, tuple[type[msgspec.Struct], set[str]]] = {
     "listen": (ListenConfig, {"host", "port", "admin_host", "admin_port"}),
     "deadlines": (DeadlineConfig, set()),
     "retry": (RetryConfig, set()),
+    "limits": (Limits, set()),
     "telemetry": (TelemetryConfig, set()),
     "storeSettings": (StoreConfig, {"url"}),
     "engine": (EngineConfig, {"model_path", "model_name", "kv_dir"}),

@@ -16,9 +16,9 @@ import pytest
 
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy import app
-from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.app import Bound, banner, example, serve, tell_loading
 from magnitude_proxy.config import ListenConfig, StoreConfig, UpstreamConfig
+from magnitude_proxy.keyfile import parse_key_file
 from testkit import wire
 from testkit.proxy import ASK, Proxy, proxy_config, proxying
 from testkit.serve import free_port, serving

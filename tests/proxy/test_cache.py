@@ -10,9 +10,9 @@ import pytest
 
 from magnitude_engine import api
 from magnitude_proxy import main as cli
-from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.cache.view import SHORT, Limits, duration, render, size
 from magnitude_proxy.config import ListenConfig, WorkerConfig
+from magnitude_proxy.keyfile import parse_key_file
 from testkit.proxy import proxy_config, proxying
 from testkit.scripted_worker import REPORT, ScriptedWorker
 from testkit.server import Reply, scripted

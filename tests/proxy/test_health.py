@@ -10,8 +10,8 @@ import pytest
 
 from magnitude_engine import api
 from magnitude_engine.client.health import RuntimeHealth
-from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.config import DeadlineConfig, ListenConfig, ProxyConfig, RetryConfig, UpstreamConfig, WorkerConfig
+from magnitude_proxy.keyfile import parse_key_file
 from testkit import wire
 from testkit.proxy import ASK, Proxy, proxy_config, proxying, routing
 from testkit.routes import ScriptedRoute, answer, failed

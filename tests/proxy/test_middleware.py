@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.config import ListenConfig
+from magnitude_proxy.keyfile import parse_key_file
 from magnitude_proxy.telemetry import access_log
 from testkit.proxy import ASK, Proxy, proxy_config, proxying, routing
 from testkit.routes import ScriptedRoute, answer

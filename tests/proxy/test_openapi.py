@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.dialect.messages_requests import read_count_request, read_messages_request
 from magnitude_proxy.dialect.responses_requests import read_response_request
 from magnitude_proxy.dialect.responses_wire import ResponsesRequest
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.feedback import FeedbackRequest, read_feedback
+from magnitude_proxy.keyfile import parse_key_file
 from magnitude_proxy.listener import admin_application, api_application
 from magnitude_proxy.routes import ADMIN_ROUTES, PUBLIC_ROUTES
 from magnitude_proxy.tools import read_registration

@@ -12,8 +12,9 @@ import pytest
 
 from magnitude_engine.errors import ConfigError
 from magnitude_proxy import settings
-from magnitude_proxy.access import KeyRing, host_is_local, is_loopback, origin_is_local, parse_key_file, server_secret
+from magnitude_proxy.access import KeyRing, host_is_local, is_loopback, origin_is_local, server_secret
 from magnitude_proxy.config import ProxyConfig
+from magnitude_proxy.keyfile import configured_keys, parse_key_file
 from magnitude_proxy.toml_places import place
 
 
@@ -192,7 +193,7 @@ def _is_struct(kind: object) -> bool:
 
 
 def test_every_setting_is_in_the_table_and_in_the_help() -> None:
-    paths = {setting.path for setting in (*settings.TABLE, *settings.SPECIAL)}
+    paths = {setting.path for setting in (*settings.TABLE, *settings.SPECIAL)} | {"keys"}
     assert {path for path in leaves(ProxyConfig) if path != "worker.engine.model_path"} <= paths
     parser = argparse.ArgumentParser()
     settings.add_arguments(parser)
@@ -215,15 +216,16 @@ def test_keys_from_a_file_open_the_door_to_their_tenant(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# comment\nsk-one alice\n\nsha256:{digest} bob\n")
     config = load("--key-file", str(file), "--host", "0.0.0.0")
-    assert "sk-one" not in str(config)
-    ring = KeyRing(config.keys, b"s" * 32)
+    keys = configured_keys(config.keys, config.key_file, ())
+    assert "sk-one" not in f"{config}{keys}"
+    ring = KeyRing(keys, b"s" * 32)
     assert ring.required
-    found = [ring.tenant(key) for key in ("sk-one", "sk-two", "sk-three", "", None)]
-    assert [tenant and tenant.name for tenant in found] == ["alice", "bob", None, None, None]
+    found = [ring.find(key) for key in ("sk-one", "sk-two", "sk-three", "", None)]
+    assert [key and key.tenant.name for key in found] == ["alice", "bob", None, None, None]
     assert found[0] is not None
     assert found[1] is not None
-    assert found[0].salt != found[1].salt
-    assert len(found[0].salt) == 64
+    assert found[0].tenant.salt != found[1].tenant.salt
+    assert len(found[0].tenant.salt) == 64
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,9 @@ def test_a_wrong_key_file_is_refused_without_showing_keys(text: str) -> None:
 def test_without_keys_every_key_is_one_tenant() -> None:
     ring = KeyRing((), b"s" * 32)
     assert not ring.required
-    assert ring.tenant(None) == ring.tenant("anything")
+    found = ring.find(None)
+    assert found is not None
+    assert found == ring.find("anything")
 
 
 def test_the_secret_is_made_once_and_private(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from magnitude_proxy.access import parse_key_file
 from magnitude_proxy.config import StoreConfig, WorkerConfig
+from magnitude_proxy.keyfile import parse_key_file
 from testkit import store
 from testkit.proxy import Proxy, Reply, proxy_config, proxying
 from testkit.scripted_worker import ScriptedWorker

@@ -158,7 +158,7 @@ async def routing(config: ProxyConfig, *routes: Route) -> AsyncIterator[Proxy]:
     sessions = Sessions(config.store, folder, telemetry)
     surface = Surface(
         config=config,
-        keys=KeyRing(config.keys, server_secret(folder)),
+        keys=KeyRing(config.keys, server_secret(folder), config.limits),
         sessions=sessions,
         dispatcher=Dispatcher(routes, config.deadlines, config.retry, telemetry, time.monotonic),
         catalogue=Catalogue(config.worker, config.upstreams, lambda: None, 1),

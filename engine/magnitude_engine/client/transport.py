@@ -27,6 +27,7 @@ from magnitude_engine.errors import (
     ConfigError,
     ConnectionFailed,
     RequestTimeout,
+    SessionLimitExceeded,
     StatusError,
     StreamBroken,
 )
@@ -131,7 +132,8 @@ def status_failure(response: httpx.Response) -> ClientError:
         message = f"{request.method} {request.url} redirects to {target}: set the endpoint to the final address"
     elif status == 404 and detail.code is None:
         message += " (does the endpoint end in the API's path, for example /v1?)"
-    return StatusError(
+    kind = SessionLimitExceeded if detail.code == SessionLimitExceeded.code else StatusError
+    return kind(
         message,
         status=status,
         error_code=None if detail.code is None else str(detail.code),

@@ -57,15 +57,16 @@ class Constraints:
             Overloaded: too many others are waiting.
         """
         spec = specification(generate, self._format)
-        grammar = None if spec is None else self._compilers().compile(spec)
+        grammar = None if spec is None else self._compilers().compile(spec, generate.tenant)
         if grammar is not None and grammar.check is not None:
             # Ready by the time the answer is.
             self._checker()
         return grammar
 
-    def prepare(self, tools: Sequence[api.Tool]) -> CompiledGrammar | None:
-        """Compiles what requests with these tools will need (see `grammar`)."""
-        return self._compilers().compile(ToolCalls(tools=tuple(tools), format=self._format)) if tools else None
+    def prepare(self, tools: Sequence[api.Tool], tenant: str) -> CompiledGrammar | None:
+        """Compiles what the tenant's requests with these tools will need (see `grammar`)."""
+        spec = ToolCalls(tools=tuple(tools), format=self._format)
+        return self._compilers().compile(spec, tenant) if tools else None
 
     def check(self, rule: Rule, text: str) -> None:
         """Raises AnswerInvalid where finished text breaks the rule, or checking it takes too long."""

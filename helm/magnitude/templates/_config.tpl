@@ -60,6 +60,9 @@ admin_host = "0.0.0.0"
 admin_port = {{ .Values.proxy.adminPort }}
 {{- include "magnitude.toml.lines" .Values.proxy.listen }}
 
+[limits]
+{{- include "magnitude.toml.lines" .Values.proxy.limits }}
+
 [worker]
 {{- if .Values.worker.enabled }}
 mode = "attach"

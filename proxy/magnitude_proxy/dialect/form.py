@@ -17,7 +17,11 @@ Events = AsyncGenerator[Item, None]
 
 @dataclass(slots=True)
 class Tally:
-    """What the events so far say about the whole answer; `label` is empty before any route was taken."""
+    """What the events so far say about the whole answer; `label` is empty before any route was taken.
+
+    Attributes:
+        read, written: prompt tokens, and tokens (or pieces, where a route tells no tokens) of output.
+    """
 
     label: str = ""
     reason: str | None = None
@@ -25,12 +29,17 @@ class Tally:
     finish: str = ""
     tool_call: bool = False
     content: bool = False
+    read: int = 0
+    written: int = 0
 
     def see(self, item: Item) -> None:
         """Takes the next event."""
         if isinstance(item, api.Delta):
             self.content = self.content or is_content(item)
             self.tool_call = self.tool_call or bool(item.tool_calls)
+            self.written += len(item.ids) or is_content(item)
+        elif isinstance(item, api.Started):
+            self.read = item.prompt_tokens
         elif isinstance(item, Taken):
             self.label, self.reason = item
         elif isinstance(item, api.Finished):

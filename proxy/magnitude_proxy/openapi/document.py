@@ -18,7 +18,7 @@ from magnitude_proxy.openapi.schemas import PLACE, Schema, any_of, components
 VERSION = "3.1.0"
 TITLE = "Magnitude"
 ALWAYS = (400, 403)
-NO_KEY = 401
+WITHOUT_KEY = (401, 429)
 WITH_BODY = (408, 413)
 STOPPING = 503
 UPSTREAMS = (404, 408, 409, 413, 422, 425, 429, 504)
@@ -38,6 +38,10 @@ HEADERS: dict[str, tuple[str, Schema]] = {
     "x-magnitude-pruned-tokens": (
         "Tokens that the prompt was shorter by, where the request asked for pruning.",
         {"type": "integer", "minimum": 0},
+    ),
+    "x-magnitude-limits": (
+        "What the session has used of its limits, this step counted: `iterations=3/50, tokens=1200/100000`.",
+        {"type": "string"},
     ),
     "retry-after": ("Seconds to wait before the next attempt.", {"type": "integer", "minimum": 1}),
     "x-should-retry": ("`false` where another attempt would fail alike.", {"enum": ["true", "false"]}),
@@ -178,7 +182,7 @@ def _headers(route: Route, *names: str) -> dict[str, Any]:
 def _statuses(route: Route) -> Iterator[str]:
     """Yields the statuses of a route's errors."""
     found = {*ALWAYS, *route.refuses}
-    found |= set() if route.open else {NO_KEY}
+    found |= set() if route.open else set(WITHOUT_KEY)
     found |= set(WITH_BODY) if route.takes else set()
     found |= set(UPSTREAMS) if route.upstreams else set()
     found |= set() if route.path.startswith("/health") else {STOPPING}

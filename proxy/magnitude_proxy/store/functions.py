@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import msgspec
 
+from magnitude_proxy.config import SessionLimits
+from magnitude_proxy.limits import LIMITS, NO_TERMS, Terms
 from magnitude_proxy.store.connection import Command, StoreDown
 from magnitude_proxy.store.credit import Fate, Feedback, Outcome, SessionView, StepNote, note, ordered
 from magnitude_proxy.store.memory import Opened
@@ -18,6 +20,7 @@ REASON_CHARS = 64
 _FIELDS = (
     *("epoch", "steps", "prompt_tokens", "completion_tokens", "cached_tokens", "failures", "state", "route"),
     *("finish_reason", "created", "seen", "tenant", "source", "raw"),
+    *("since_steps", "since_tokens", "since_s", *LIMITS),
 )
 
 
@@ -26,15 +29,33 @@ def session_key(session: str) -> str:
     return f"magnitude:{{{session}}}"
 
 
-def open_call(session: str, branch: str, owner: Owner, nonce: str, now: float, ttl_s: float) -> Command:
+class Opening(NamedTuple):
+    """What opening a lease takes besides the session and its branch."""
+
+    owner: Owner
+    nonce: str
+    terms: Terms = NO_TERMS
+
+
+def open_call(session: str, branch: str, opening: Opening, now: float, ttl_s: float) -> Command:
     """Returns the command that opens a lease; see `parse_opened`."""
+    owner, nonce, terms = opening
     arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw, owner.advice)
-    return ("FCALL", "magnitude_session_open_2", 1, session_key(session), *arguments)
+    limits = (_given(getattr(limits, name)) for limits in (terms.server, terms.client) for name in LIMITS)
+    return (
+        *("FCALL", "magnitude_session_open_2", 1, session_key(session)),
+        *(*arguments, *limits, terms.repeats, int(terms.fresh)),
+    )
 
 
 def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now: float, ttl_s: float) -> Command:
     """Returns the command that commits one step; its reply is 1 when it was added, 0 when the token is stale."""
-    counts = (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens, int(not outcome.ok))
+    counts = (
+        outcome.prompt_tokens,
+        outcome.completion_tokens,
+        outcome.cached_tokens,
+        int(not outcome.ok and not outcome.aside),
+    )
     # The reason may be an upstream's own word: bounded, and free of surrogates, which cannot be sent.
     reason = outcome.finish_reason[:REASON_CHARS].encode("ascii", "backslashreplace").decode("ascii")
     kept = note(branch, outcome, now)
@@ -55,6 +76,8 @@ def parse_opened(session: str, reply: object) -> Opened:
             record = parse_record(session, fields)
             if record is not None:
                 return Opened(token.decode(), record)
+        case [b"", list() as fields, bytes() as limit] if limit.decode() in LIMITS:
+            return Opened("", parse_record(session, fields) or SessionRecord(session=session), limit.decode())
     raise StoreDown(f"the store answered {type(reply).__name__} instead of a lease")
 
 
@@ -68,8 +91,12 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         epoch, steps, prompt, completion, cached, failures = (int(v or 0) for v in reply[:6])
         state, route, reason = ((v or b"").decode() for v in reply[6:9])
         created, seen = (float(v or 0) for v in reply[9:11])
-        tenant, source, raw = ((v or b"").decode() for v in reply[11:])
-    except (ValueError, AttributeError) as error:
+        tenant, source, raw = ((v or b"").decode() for v in reply[11:14])
+        since_steps, since_tokens = (int(v or 0) for v in reply[14:16])
+        since_s = float(reply[16] or 0)
+        own = {name: v.decode() for name, v in zip(LIMITS, reply[17:], strict=True) if v is not None}
+        limits = msgspec.convert(own, SessionLimits, strict=False)
+    except (ValueError, AttributeError, msgspec.ValidationError) as error:
         raise StoreDown(f"the store holds a broken record of session {session}") from error
     if state not in get_args(State):
         raise StoreDown(f"the store holds an unknown state of session {session}")
@@ -89,6 +116,10 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         tenant=tenant,
         source=source,
         raw=raw,
+        since_steps=since_steps,
+        since_tokens=since_tokens,
+        since_s=since_s,
+        limits=limits,
     )
 
 
@@ -154,6 +185,10 @@ def _numbered(found: dict[str, bytes], prefix: str) -> list[tuple[int, bytes]]:
 
 def _json(value: StepNote | Feedback) -> str:
     return msgspec.json.encode(value).decode()
+
+
+def _given(limit: float | None) -> float | str:
+    return "" if limit is None else limit
 
 
 def _ms(seconds: float) -> int:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from magnitude_proxy.limits import NO_TERMS, Terms
 from magnitude_proxy.store.credit import KEPT, Fate, Feedback, SessionView, StepNote, note, ordered
-from magnitude_proxy.store.record import Owner, SessionRecord, StepOutcome, after
+from magnitude_proxy.store.record import Owner, SessionRecord, StepOutcome, after, begun
 
 MAX_SESSIONS = 10_000
 MAX_LEASES = 1024
@@ -18,10 +19,14 @@ NO_STEP = -2
 
 
 class Opened(NamedTuple):
-    """A lease as a store gives it: the full fencing token and the record at that moment."""
+    """A lease as a store gives it: the full fencing token and the record at that moment.
+
+    Where a limit is reached there is no lease: `refused` names the limit, and the session is as it was.
+    """
 
     token: str
     record: SessionRecord
+    refused: str | None = None
 
 
 @dataclass(slots=True)
@@ -43,13 +48,16 @@ class MemoryStore:
         self._limit = limit
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    def open(self, session: str, branch: str, owner: Owner, nonce: str, now: float) -> Opened:
+    def open(self, session: str, branch: str, owner: Owner, nonce: str, now: float, terms: Terms = NO_TERMS) -> Opened:
         """Gives the lease of `branch`; the branch's lease before it can no longer commit."""
         entry = self._entries.get(session)
         if entry is None:
             entry = _Entry(SessionRecord(session=session, created_s=now, source=owner.source, raw=owner.raw))
-        epoch = entry.record.epoch + 1
-        record = msgspec.structs.replace(entry.record, epoch=epoch, state="thinking", seen_s=now, tenant=owner.tenant)
+        known, refused = begun(entry.record, terms, now)
+        if refused is not None:
+            return Opened("", known, refused)
+        epoch = known.epoch + 1
+        record = msgspec.structs.replace(known, epoch=epoch, state="thinking", seen_s=now, tenant=owner.tenant)
         entry.record = record
         entry.advice = owner.advice or entry.advice
         token = f"memory.{nonce}.{record.epoch}"

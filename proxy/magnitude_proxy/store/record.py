@@ -6,6 +6,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from magnitude_proxy.config import SessionLimits
+from magnitude_proxy.limits import Terms, Use, exceeded, lowered
+
 State = Literal["thinking", "waiting_on_tool", "idle", "failed"]
 
 
@@ -31,6 +34,9 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         created_s, seen_s: Unix time of the first and the last open or commit.
     tenant: a name for the tenant that tells nothing of its salt (see `identity.tenant_name`).
     source, raw: what the session was recognised by, and the client's own id (see `Identity`).
+    since_steps, since_tokens, since_s: answered steps, tokens and Unix time at the beginning of the run that the limits
+        count; 0 for the session's own.
+    limits: those that its client has set.
     """
 
     session: str
@@ -48,6 +54,29 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     source: str = ""
     raw: str = ""
+    since_steps: int = 0
+    since_tokens: int = 0
+    since_s: float = 0.0
+    limits: SessionLimits = SessionLimits()
+
+    @property
+    def answered(self) -> int:
+        """Steps that ended in an answer."""
+        return self.steps - self.failures
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and completion tokens of all steps."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def use(self, now: float, repeats: int = 0) -> Use:
+        """Returns what counts against the limits."""
+        return Use(
+            iterations=self.answered - self.since_steps,
+            tokens=self.tokens - self.since_tokens,
+            seconds=max(0.0, now - (self.since_s or self.created_s or now)),
+            repeats=repeats,
+        )
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +120,24 @@ def after(record: SessionRecord, outcome: StepOutcome, now: float) -> SessionRec
         prompt_tokens=record.prompt_tokens + outcome.prompt_tokens,
         completion_tokens=record.completion_tokens + outcome.completion_tokens,
         cached_tokens=record.cached_tokens + outcome.cached_tokens,
-        failures=record.failures + (not outcome.ok),
+        failures=record.failures + (not outcome.ok and not outcome.aside),
         state=state_after(outcome),
         route=outcome.route,
         finish_reason=outcome.finish_reason,
         seen_s=now,
     )
+
+
+class Begun(NamedTuple):
+    """A session before its next step, on the terms of that step; `refused` is the limit that it has reached."""
+
+    record: SessionRecord
+    refused: str | None
+
+
+def begun(record: SessionRecord, terms: Terms, now: float) -> Begun:
+    """Returns `record` with the terms of its next step; the store's function `open` does the same in Lua."""
+    record = msgspec.structs.replace(record, limits=lowered(record.limits, terms.client))
+    if terms.fresh:
+        record = msgspec.structs.replace(record, since_steps=record.answered, since_tokens=record.tokens, since_s=now)
+    return Begun(record, exceeded(lowered(terms.server, record.limits), record.use(now, terms.repeats)))

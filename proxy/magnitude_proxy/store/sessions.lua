@@ -4,6 +4,8 @@
 --   record fields    epoch steps prompt_tokens completion_tokens cached_tokens failures state route finish_reason
 --                    created seen tenant source raw
 --   advice           what the agent's author was told last of the session ids
+--   since_…          answered steps, tokens and Unix time at the beginning of the run that the limits count
+--   max_…            the session's limits as its client set them
 --   lease:<branch>   token of the branch's last lease, until it commits
 --   step:<n>         what is kept of step n for later feedback, where the client asked for that
 --   dead:<n>         why step n came to nothing, where the agent said so
@@ -15,7 +17,11 @@
 -- flushed store nor a replica that was promoted without the last writes can hold, or give out again, an old token.
 
 local FIELDS = {'epoch', 'steps', 'prompt_tokens', 'completion_tokens', 'cached_tokens', 'failures', 'state', 'route',
-                'finish_reason', 'created', 'seen', 'tenant', 'source', 'raw'}
+                'finish_reason', 'created', 'seen', 'tenant', 'source', 'raw',
+                'since_steps', 'since_tokens', 'since_s', 'max_iterations', 'max_tokens', 'max_seconds', 'max_repeats'}
+local LIMITS = {'max_iterations', 'max_tokens', 'max_seconds', 'max_repeats'}
+local USED = {'steps', 'failures', 'prompt_tokens', 'completion_tokens', 'since_steps', 'since_tokens', 'since_s',
+              'created'}
 local MAX_LEASES = 512
 local KEPT = 64
 
@@ -39,10 +45,48 @@ local function sweep(key, epoch)
   end
 end
 
--- KEYS: session. ARGV: branch, nonce, Unix time, milliseconds to live, tenant, source, raw id, advice. Returns the
--- token, then the record's FIELDS.
+-- Returns the limit that a session has reached, or nil and the fields that its next step sets. The arguments are those
+-- of `open`; `begun` in record.py is the same.
+local function begun(key, args)
+  local at, now = {}, tonumber(args[3])
+  for i, value in ipairs(redis.call('HMGET', key, unpack(USED))) do
+    at[USED[i]] = tonumber(value or 0)
+  end
+  local own = redis.call('HMGET', key, unpack(LIMITS))
+  local answered, tokens = at.steps - at.failures, at.prompt_tokens + at.completion_tokens
+  local began = at.since_s > 0 and at.since_s or at.created > 0 and at.created or now
+  local used = {answered - at.since_steps, tokens - at.since_tokens, now - began, tonumber(args[17] or 0)}
+  local changed = {}
+  if args[18] == '1' then
+    used = {0, 0, 0, used[4]}
+    changed = {'since_steps', answered, 'since_tokens', tokens, 'since_s', args[3]}
+  end
+  for i, name in ipairs(LIMITS) do
+    local server, asked, most = tonumber(args[8 + i] or ''), tonumber(args[12 + i] or ''), tonumber(own[i] or '')
+    if asked and (not most or asked < most) then
+      most = asked
+      changed[#changed + 1] = name
+      changed[#changed + 1] = args[12 + i]
+    end
+    if (server and used[i] >= server) or (most and used[i] >= most) then
+      return name
+    end
+  end
+  return nil, changed
+end
+
+-- KEYS: session. ARGV: branch, nonce, Unix time, milliseconds to live, tenant, source, raw id, advice, the server's
+-- four LIMITS and the client's ('' for none), repeated calls, 1 where a run begins. Returns the token, then the
+-- record's FIELDS; where a limit is reached '', the FIELDS, and the limit's name, and changes nothing.
 local function open(keys, args)
   local key = keys[1]
+  local reached, changed = begun(key, args)
+  if reached then
+    return {'', redis.call('HMGET', key, unpack(FIELDS)), reached}
+  end
+  if #changed > 0 then
+    redis.call('HSET', key, unpack(changed))
+  end
   local epoch = redis.call('HINCRBY', key, 'epoch', 1)
   local token = server() .. '.' .. args[2] .. '.' .. epoch
   if epoch == 1 then

@@ -14,6 +14,7 @@ import msgspec
 
 from magnitude_engine import api
 from magnitude_engine.config import AgentRuntimeConfig
+from magnitude_proxy.config import SessionLimits
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.identity import IdentityHints
 from magnitude_proxy.pruning.scene import Pruned
@@ -45,6 +46,7 @@ class Asked:
         generate: the worker's request, still without ids and tenant.
         include_usage: the client wants a usage chunk at the end of its stream.
         predicted: the client sent `prediction`, so that usage must account for it.
+        limits: what the client allows its session (`magnitude.limits`).
         tracked: the client may tell later how the step went (`magnitude.track_feedback`).
         priority: what the body asks for, lower is sooner; None where it asks for none.
         prune: what the client wants to be dropped from the prompt, as words; `pruned` is what came of it.
@@ -64,6 +66,7 @@ class Asked:
     priority: int | None = None
     prune: tuple[str, ...] = ()
     pruned: Pruned | None = None
+    limits: SessionLimits | None = None
     refusal: api.Failed | None = None
     ignored: tuple[str, ...] = ()
 
@@ -103,6 +106,7 @@ def chat_asked(body: dict[str, Any], seed: int) -> Asked:
         tracked=_tracked(asked),
         priority=_priority(asked),
         prune=tuple((asked.magnitude or MagnitudeOptions()).prune or ()),
+        limits=(asked.magnitude or MagnitudeOptions()).limits,
         refusal=_refusal(_chat_refusals(asked)),
         ignored=ignored_fields(body, ChatRequest),
     )
@@ -134,6 +138,7 @@ def read_completion(raw: bytes, seed: int) -> Asked:
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         tracked=_tracked(asked),
         priority=_priority(asked),
+        limits=(asked.magnitude or MagnitudeOptions()).limits,
         refusal=_refusal(_completion_refusals(asked)),
         ignored=ignored_fields(body, CompletionRequest),
     )

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from magnitude_engine.config import AgentRuntimeConfig
 from magnitude_engine.errors import ConfigError
+from magnitude_proxy.config import SessionLimits
 from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.pruning.plan import Word
 
@@ -148,6 +149,7 @@ class MagnitudeOptions(Wire, frozen=True, kw_only=True):
     config: AgentRuntimeConfig | None = None
     track_feedback: bool = False
     prune: list[Word] | None = None
+    limits: SessionLimits | None = None
 
 
 class Common(Wire, frozen=True, kw_only=True):

@@ -135,8 +135,10 @@ class GrammarCompiler:
         """The helper's process id while it runs."""
         return self._helper.pid
 
-    def compile(self, spec: Spec) -> CompiledGrammar:
-        """Returns the grammar of `spec`, from the cache where its content was compiled before.
+    def compile(self, spec: Spec, tenant: str = "") -> CompiledGrammar:
+        """Returns the grammar of `spec`, from the cache where its content was compiled for the tenant before.
+
+        What other tenants had compiled takes as long as ever: the time tells nothing of them.
 
         Raises:
             RequestError: it cannot be used; `param` is its field, and the message names the keyword.
@@ -145,13 +147,13 @@ class GrammarCompiler:
         """
         self._check(spec)
         # Refusals name the field, so it is part of the cache's key.
-        key = content_key(spec.param, spec.key())
+        key = content_key(spec.param, tenant, spec.key())
         found = self._grammars.get(key)
         if found is None:
             if not self._turn.acquire(timeout=self.limits.helper.turn_s):
                 raise Overloaded("too many new grammars are waiting to be compiled; send the request again")
             try:
-                found = self._grammars.get(key) or self._grammars.put(key, self._new(spec))
+                found = self._grammars.get(key) or self._grammars.put(key, self._new(spec, tenant))
             finally:
                 self._turn.release()
         if isinstance(found, RequestError):
@@ -176,37 +178,38 @@ class GrammarCompiler:
                     f"{spec.param} has {len(text)} characters; {self.limits.source} are allowed", param=spec.param
                 )
 
-    def _new(self, spec: Spec) -> CompiledGrammar | RequestError:
+    def _new(self, spec: Spec, tenant: str) -> CompiledGrammar | RequestError:
         """Returns the grammar of a specification that is not in the cache, or why there is none."""
         if isinstance(spec, Regex):
             return self._tried(compose.regex_grammar(spec.pattern), spec)
         if isinstance(spec, Lark):
             return self._tried(compose.lark_grammar(spec.source), spec)
         if isinstance(spec, ToolCalls):
-            return self._calls(spec)
+            return self._calls(spec, tenant)
         schema = spec.schema if isinstance(spec, JsonSchema) else {"type": "object"}
-        settled = self._settled(schema, schema, spec.param)
+        settled = self._settled(schema, schema, spec.param, tenant)
         if isinstance(settled, RequestError):
             return settled
         return self._compiled(compose.json_grammar(settled.text), spec, (_Part(None, schema, settled),))
 
-    def _calls(self, spec: ToolCalls) -> CompiledGrammar | RequestError:
+    def _calls(self, spec: ToolCalls, tenant: str) -> CompiledGrammar | RequestError:
         parts: list[_Part] = []
         for i, tool in enumerate(spec.tools):
             param = parameters_field(spec, i)
-            settled = self._settled(tool.parameters, compose.arguments_schema(tool.parameters, param), param)
+            wanted = compose.arguments_schema(tool.parameters, param)
+            settled = self._settled(tool.parameters, wanted, param, tenant)
             if isinstance(settled, RequestError):
                 return settled
             parts.append(_Part(tool.name, tool.parameters, settled))
         return self._tried(compose.call_grammar(spec, [part.settled.text for part in parts]), spec, parts)
 
-    def _settled(self, schema: Any, wanted: Any, param: str) -> _Settled | RequestError:
+    def _settled(self, schema: Any, wanted: Any, param: str, tenant: str) -> _Settled | RequestError:
         """Returns the form of `wanted` that compiles; `schema` is what its author wrote."""
         found = survey(wanted, param)
         texts = [] if found.checked else [compose.json_text(found.grammar, False)]
         exact = len(texts)
         texts += [compose.json_text(found.grammar, True), compose.json_text(found.relaxed, True)]
-        key = content_key("schema", wanted)
+        key = content_key("schema", tenant, wanted)
         answer = self._answers.get(key)
         if answer is None:
             answer = self._asked(tuple(map(compose.json_grammar, texts)), json.dumps(schema), exact)

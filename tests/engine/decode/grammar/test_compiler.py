@@ -15,8 +15,8 @@ import pytest
 
 from magnitude_engine import api
 from magnitude_engine.decode.grammar.compiler import CompilerLimits, GrammarCompiler
-from magnitude_engine.decode.grammar.jobs import Budget
-from magnitude_engine.decode.grammar.process import HelperLimits
+from magnitude_engine.decode.grammar.jobs import Budget, Compiled
+from magnitude_engine.decode.grammar.process import Ended, HelperLimits
 from magnitude_engine.decode.grammar.spec import JsonObject, Lark, Regex, ToolCalls
 from magnitude_engine.decode.grammar.validate import Invalid, Valid, Validator
 from magnitude_engine.errors import EngineError, FeatureUnsupported, Overloaded, RequestError
@@ -106,6 +106,23 @@ def test_one_content_is_compiled_once(compiler: GrammarCompiler) -> None:
     first = compiler.compile(spec(schema))
     assert compiler.compile(spec(dict(schema))) is first
     assert compiler.compile(spec({**schema, "title": "other"})) is not first
+
+
+def test_what_another_tenant_had_compiled_is_compiled_anew(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ask = compiler._asked
+
+    def counted(grammars: tuple[str, ...], schema: str, exact: int) -> Compiled | Ended:
+        asked.append(schema)
+        return ask(grammars, schema, exact)
+
+    monkeypatch.setattr(compiler, "_asked", counted)
+    schema = {"type": "object", "properties": {"theirs": {"type": "integer"}}}
+    for tenant in ("alice", "alice", "bob"):
+        compiler.compile(spec(schema), tenant)
+    assert len(asked) == 2
 
 
 def test_a_tool_is_not_tried_again_at_another_place(compiler: GrammarCompiler) -> None:
