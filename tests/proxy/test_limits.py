@@ -257,9 +257,12 @@ async def test_every_dialect_refuses_a_call_made_too_often_in_its_own_form(tmp_p
 
 
 async def test_runs_that_share_a_fingerprint_are_counted_apart(tmp_path: Path) -> None:
-    later = {**ASK, "messages": [*ASK["messages"], {"role": "assistant", "content": "x"}, *ASK["messages"]]}
     async with OpenAIStub() as stub, limited(tmp_path, stub, max_iterations=2) as proxy:
-        statuses = [(await proxy.post("/chat/completions", body)).status for body in (ASK, later, later) * 2]
+        statuses = []
+        for answer in ("x", "y"):
+            said = [*ASK["messages"], {"role": "assistant", "content": answer}, *ASK["messages"]]
+            for body in (ASK, {**ASK, "messages": said}, {**ASK, "messages": said}):
+                statuses.append((await proxy.post("/chat/completions", body)).status)
     assert statuses == [200, 200, 429] * 2
 
 
