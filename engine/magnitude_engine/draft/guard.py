@@ -12,7 +12,7 @@ from __future__ import annotations
 from magnitude_engine.draft.tree import DraftTree
 
 # The first credit and the most that can be saved up, in plain steps; the share of each step that is given.
-GRANT, MOST, SHARE = 12.0, 64.0, 0.004
+GRANT, MOST, SHARE = 8.0, 64.0, 0.003
 # Promised tokens after which older ones fade.
 ENOUGH = 24
 # A proposer that keeps less of its promises is scaled down to them, and tried as it stands now and then.

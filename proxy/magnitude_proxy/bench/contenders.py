@@ -79,15 +79,16 @@ def forced() -> tuple[Contender, ...]:
 
 
 def choose(names: Sequence[str], all_of_them: Sequence[Contender]) -> list[Contender]:
-    """Returns the contenders of these names or families, URLs among them, each once; all without names.
+    """Returns the contenders of these names, else families, URLs among them, each once; all without names.
 
     Raises:
         ConfigError: an unknown name.
     """
     chosen: dict[str, Contender] = {}
-    for name in names or [each.family for each in all_of_them]:
+    for name in names or [each.name for each in all_of_them]:
         label, _, url = name.rpartition("=") if "://" in name else ("", "", "")
-        found = [each for each in all_of_them if name in (each.name, each.family)]
+        found = [each for each in all_of_them if name == each.name]
+        found = found or [each for each in all_of_them if name == each.family]
         if url:
             found = [Contender(label or url.split("://")[1], "url", "runs already", url=url.rstrip("/"))]
         if not found:
