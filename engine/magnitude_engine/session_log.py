@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from magnitude_engine import api
 from magnitude_engine.kv.cache import PagedCache
 from magnitude_engine.kv.retention import SessionKey
 
@@ -51,6 +52,10 @@ class SessionLog:
             self._ends.popitem(last=False)
         self._retention.paused(owner, chain, tools, self._clock())
 
-    def ended(self, tenant: str, session: str, branch: str | None) -> None:
+    def ended(self, end: api.EndSession) -> None:
         """Nothing more comes of a session, or of one of its branches."""
-        self._cache.manager.leave(self._retention.pruned(tenant, session, branch, self._clock()))
+        ends = self._retention.pruned(end.tenant, end.session, end.branch, self._clock())
+        if end.pruned and end.branch is not None:
+            self._cache.manager.prune(SessionKey(end.tenant, end.session, end.branch), ends)
+        else:
+            self._cache.manager.leave(ends)

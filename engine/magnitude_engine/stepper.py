@@ -1,4 +1,4 @@
-"""The step: one forward pass for everything that runs, readable in one file.
+"""The step: one forward pass for everything that runs, readable in one file; single-threaded.
 
     admit     seats are given and taken away (seats.py, scheduler.py); a seat means a lease on the cache
     plan      rows per sequence, pages for them, one batch (step.build_batch)
@@ -10,8 +10,6 @@
 Prefill, decoding, resuming and recomputing after preemption are the same thing: a sequence has known tokens, some
 of them are in the cache, the step computes more of them, and when none is missing the next token is drawn. The
 noise of sampling is keyed by position, so the order and company in which this happens changes nothing.
-
-Single-threaded: whoever calls `step` calls everything here.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from magnitude_engine.calibrate import rule
 from magnitude_engine.config import EngineConfig
 from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.drafters.chain import Pass
-from magnitude_engine.errors import EngineError, MagnitudeError, NumericFailure
+from magnitude_engine.errors import BranchEnded, EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
 from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
 from magnitude_engine.kv.cache import PagedCache
@@ -145,8 +143,10 @@ class Stepper:
 
     def end_session(self, end: api.EndSession) -> None:
         """Nothing more comes of a session, or of one branch: its pages are the first to go."""
-        self._sessions.ended(end.tenant, end.session, end.branch)
         self.ahead.queue.forget(end.tenant, end.session, end.branch)
+        if end.pruned:
+            self.fail_all(BranchEnded("the branch was pruned: fork another one"), (end.tenant, end.session, end.branch))
+        self._sessions.ended(end)
 
     def report(self) -> api.CacheReport:
         """Returns what the cache holds."""
@@ -162,9 +162,9 @@ class Stepper:
         for arrival in {s.order.arrival for s in running}:
             self._fail(self._jobs[arrival], error)
 
-    def fail_all(self, error: MagnitudeError) -> None:
-        """Ends all jobs."""
-        for job in list(self._jobs.values()):
+    def fail_all(self, error: MagnitudeError, owner: tuple[str | None, ...] | None = None) -> None:
+        """Ends all jobs, or those of one branch."""
+        for job in [job for job in self._jobs.values() if owner in (None, job.sequences[0].owner)]:
             self._fail(job, error)
 
     def calibrate(self) -> None:

@@ -221,13 +221,20 @@ class Answer:
             anchors=() if pruned is None else pruned.said.anchors,
             place=-1 if pruned is None else len(pruned.scene.lines),
         )
-        self._surface.sessions.commit(self._lease, outcome)
+        self._surface.sessions.commit(self._lease, outcome, self._ended)
         if pruned is not None and ok:
             answered(self._surface, self._lease, pruned, route)
         key = self._exchange.key
         if key is not None and key.limits.tokens_per_day is not None:
             spent = usage.prompt_tokens + usage.completion_tokens
             self._surface.sessions.spending.add(key.id, spent, self._surface.now())
+
+    def _ended(self) -> None:
+        """The branch was pruned while it answered, perhaps by another proxy: its worker may not know that."""
+        surface, tenant, identity = self._surface, self._exchange.tenant, self._lease.identity
+        if surface.worker is not None and tenant is not None:
+            end = api.EndSession(tenant=tenant.salt, session=identity.session, branch=identity.branch, pruned=True)
+            surface.worker.post(end)
 
 
 def _speculation(usage: api.Usage) -> dict[str, int]:

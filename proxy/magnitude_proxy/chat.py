@@ -62,7 +62,7 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer, u
             epoch=lease.epoch,
             tenant=salt,
             session=lease.identity.session,
-            branch=lease.identity.branch,
+            branch=lease.line,
             run=lease.identity.run,
             step=lease.step,
             tool_seconds=lease.identity.tool_seconds,

@@ -186,6 +186,12 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     engine: EngineConfig | None = None
 
 
+class BranchConfig(Section, frozen=True, kw_only=True):
+    """Branches of sessions; `max_parallel` is how many a session may have open at a time."""
+
+    max_parallel: Annotated[int, Meta(ge=1, le=1024)] = 8
+
+
 class TelemetryConfig(Section, frozen=True, kw_only=True):
     """Logs, and traces when an OTLP endpoint is set."""
 
@@ -215,4 +221,5 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     store: StoreConfig = StoreConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     retry: RetryConfig = RetryConfig()
+    branches: BranchConfig = BranchConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -6,6 +6,7 @@ ProxyError                    status, type, code, message, param → {"error": {
 ├── Forbidden            403  a Host or Origin that a loopback server does not answer
 ├── NotFound             404  no such route, model or session
 ├── RequestTimeout       408  the body did not arrive in time
+├── Conflict             409  what is asked for has ended, such as a branch that was pruned
 ├── BodyTooLarge         413  the body exceeds the configured limit
 ├── HttpRefused          4xx  the HTTP server's own refusal, such as 405
 ├── TooManyRequests      429  the queue is full or a limit is reached; Retry-After
@@ -109,6 +110,14 @@ class RequestTimeout(ProxyError):
     status = 408
     type = "invalid_request_error"
     default_code = "request_timeout"
+
+
+class Conflict(ProxyError):
+    """What is asked for has ended."""
+
+    status = 409
+    type = "invalid_request_error"
+    default_code = "conflict"
 
 
 class HttpRefused(ProxyError):
@@ -216,6 +225,8 @@ def from_failed(failed: api.Failed) -> ProxyError:
     if failed.code.startswith("upstream_http_"):
         status = int(failed.code.removeprefix("upstream_http_"))
         return UpstreamError(failed.message, status=status, code=failed.upstream_code, param=failed.param)
+    if failed.code == "branch_ended":
+        return Conflict(failed.message, param="branch", code=failed.code, headers={"x-should-retry": "false"})
     if failed.code == "answer_invalid":
         # The worker has tried twice; SDKs obey the header and do not try on.
         return Unavailable(failed.message, code=failed.code, headers={"x-should-retry": "false"})

@@ -19,10 +19,11 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
+from magnitude_proxy import forks
 from magnitude_proxy.answer import STALL_S
 from magnitude_proxy.chat import tenant_salt
 from magnitude_proxy.errors import BadRequest, ProxyError, Unavailable
-from magnitude_proxy.identity import branch_name
+from magnitude_proxy.identity import MAIN_BRANCH, branch_name
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.pruner import marked
 from magnitude_proxy.session import SessionRecord
@@ -33,6 +34,7 @@ from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
 from magnitude_proxy.telemetry import SESSION_EVENTS
 from magnitude_proxy.wire.events import (
     STREAMS,
+    BranchFailed,
     Fault,
     Receipt,
     SessionEvent,
@@ -168,8 +170,11 @@ class Feed:
         branch = self.branch if event.branch is None else branch_name(event.branch)
         if isinstance(event, StepFailed):
             await self._fail(event)
+        elif isinstance(event, BranchFailed):
+            await self._bury(branch, event.reason)
         else:
-            self._put(neutral(event, self.salt, self.record.session, branch))
+            record = self.surface.sessions.latest(self.record)
+            self._put(neutral(event, self.salt, record.session, record.line_of(branch)))
             self._held += 1
         self.taken += 1
         self.surface.telemetry.count(SESSION_EVENTS, type=event.kind)
@@ -193,6 +198,11 @@ class Feed:
             self._waiting[-1] = msgspec.structs.replace(last, text=last.text + event.text)
         else:
             self._waiting.append(event)
+
+    async def _bury(self, branch: str, reason: str) -> None:
+        if branch == MAIN_BRANCH:
+            raise BadRequest("branch_failed names no branch: say which one came to nothing", param="branch")
+        await forks.bury(self.surface, self.salt, self.record, branch, reason)
 
     async def _fail(self, event: StepFailed) -> None:
         try:

@@ -143,7 +143,7 @@ async def _between(surface: Surface, recent: Recent) -> None:
             api.Expect(
                 tenant=recent.salt,
                 session=recent.key.session,
-                branch=recent.key.branch,
+                branch=known.view.record.line_of(recent.key.branch),
                 messages=recent.scene.shown(cut).messages[:-1],
             )
         )
@@ -226,14 +226,19 @@ def _drop(seen: Scene, idea: Idea, moment: Moment, now: float) -> Drop:
 
 
 def dead_steps(view: SessionView) -> tuple[DeadStep, ...]:
-    """Returns the steps that the agent, or feedback, called dead, as far as it is known where they stand."""
-    found = []
+    """Returns the steps that the agent, or feedback, called dead, as far as it is known where they stand.
+
+    Those of a pruned branch are.
+    """
+    found, branches = [], view.branches.notes
     for number, note in sorted(view.steps.items()):
         said = credited(note, view.feedback)
         if number in view.dead:
             reason = f"failed: {view.dead[number]}".removesuffix(": ")
         elif said is not None and not said.success:
             reason = f"failed by feedback: {said.error_reason or ''}".removesuffix(": ")
+        elif note.branch in view.branches.dead:
+            reason = f"was on a pruned branch: {branches[note.branch].reason}".removesuffix(": ")
         else:
             continue
         found.append(DeadStep(number, note.anchors, note.place, reason))

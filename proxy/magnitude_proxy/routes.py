@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy import anthropic, events, feedback, health, limits, responses, sessions, tools
+from magnitude_proxy import anthropic, branches, events, feedback, health, limits, responses, sessions, tools
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
 from magnitude_proxy.dialect import messages_replies, messages_wire, responses_replies, responses_wire
@@ -174,6 +174,38 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         gives=json(Receipt) | lines(Fault, Receipt),
         parameters=(_REQUEST_ID, _BRANCH),
         refuses=(404, 429),
+    ),
+    Route(
+        "POST",
+        "/v1/sessions/{id}/branches",
+        branches.fork,
+        takes=json(branches.ForkRequest),
+        gives=json(branches.BranchesReply),
+        refuses=(404, 409, 429),
+    ),
+    Route("GET", "/v1/sessions/{id}/branches", branches.listed, gives=json(branches.BranchesReply), refuses=(404,)),
+    Route(
+        "POST",
+        "/v1/sessions/{id}/branches/{branch}/score",
+        branches.score,
+        takes=json(branches.ScoreRequest),
+        gives=json(branches.BranchReply),
+        refuses=(404, 409),
+    ),
+    Route(
+        "POST",
+        "/v1/sessions/{id}/branches/{branch}/prune",
+        branches.prune,
+        takes=json(branches.PruneRequest),
+        gives=json(branches.BranchesReply),
+        refuses=(404,),
+    ),
+    Route(
+        "POST",
+        "/v1/sessions/{id}/branches/{branch}/select",
+        branches.select,
+        gives=json(branches.BranchReply),
+        refuses=(404, 409),
     ),
     Route("GET", "/v1/models", health.models, gives=json(replies.ModelsReply)),
     Route("GET", "/v1/models/{name:.+}", health.model, gives=json(replies.ModelReply), refuses=(404,)),

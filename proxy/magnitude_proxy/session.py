@@ -26,6 +26,7 @@ from magnitude_proxy.store.connection import KNOCK_S, StoreConnection, StoreDown
 from magnitude_proxy.store.embedded import EmbeddedStore
 from magnitude_proxy.store.functions import (
     LIBRARY,
+    PRUNED,
     Opening,
     commit_call,
     get_call,
@@ -76,6 +77,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     limits: SessionLimits = SessionLimits()
     use: Use = Use()
 
+    @property
+    def line(self) -> str:
+        """The branch as the worker knows it."""
+        return self.record.line_of(self.identity.branch)
+
 
 class Sessions:
     """Opens and commits sessions; owns the store's connection and the embedded server, if any.
@@ -111,7 +117,7 @@ class Sessions:
         self._telemetry = telemetry
         self._clock = clock
         self._nonce = nonce or _counted(secrets.token_hex(8))
-        self._memory = MemoryStore()
+        self._memory = MemoryStore(alone=config.url == IN_MEMORY)
         self._embedded = EmbeddedStore(data_dir / "store") if config.url is None else None
         url = self._embedded.url if self._embedded is not None else config.url
         self._store = (
@@ -170,6 +176,7 @@ class Sessions:
         """Returns the lease of the next step; from memory when the store does not answer within its limit.
 
         Raises:
+            NotFound, Conflict: the branch is none of the session, or has ended.
             SessionLimitExceeded: the session has used up what it may. Nothing has changed.
         """
         now = self._clock()
@@ -179,7 +186,7 @@ class Sessions:
             try:
                 opening = Opening(owner, nonce, terms)
                 call = open_call(identity.session, identity.branch, opening, now, self._config.session_ttl_s)
-                opened = parse_opened(identity.session, await self.call("open", *call))
+                opened = parse_opened(identity.session, identity.branch, await self.call("open", *call))
                 if opened.refused is None:
                     self._memory.remember(opened.record)
                     self.book.opened(opened.record)
@@ -189,12 +196,15 @@ class Sessions:
         opened = self._memory.open(identity.session, identity.branch, owner, nonce, now, terms)
         return _lease(identity, opened, terms, now, degraded=self._store is not None)
 
-    def commit(self, lease: Lease, outcome: StepOutcome) -> asyncio.Future[bool]:
+    def commit(
+        self, lease: Lease, outcome: StepOutcome, pruned: Callable[[], None] = lambda: None
+    ) -> asyncio.Future[bool]:
         """Sends one step under `lease` to the store; the result, False when it was not recorded there, may be awaited.
 
         It is not recorded when a later lease of the branch exists, this one has committed already or the store lost
-        it (counted as stale), and when the store did not answer: then the step is kept in memory. Whatever this
-        process asks the store afterwards finds the step: the store takes commands in order.
+        it (counted as stale), when its branch was pruned meanwhile (`pruned` is called), and when the store did not
+        answer: then the step is kept in memory. Whatever this process asks the store afterwards finds the step: the
+        store takes commands in order.
         """
         now, began = self._clock(), time.perf_counter()
         session, branch = lease.identity.session, lease.identity.branch
@@ -208,7 +218,9 @@ class Sessions:
                     self._memory.remember(after(lease.record, outcome, now))
             else:
                 self._telemetry.observe(STORE_SECONDS, time.perf_counter() - began, operation="commit")
-                self._count_stale(reply == 1)
+                self._count_stale(reply in (1, PRUNED))
+                if reply == PRUNED:
+                    pruned()
             if not recorded.done():
                 recorded.set_result(reply == 1)
 
@@ -222,6 +234,15 @@ class Sessions:
         except StoreDown as error:
             done(error)
         return recorded
+
+    def latest(self, record: SessionRecord) -> SessionRecord:
+        """Returns the session as this process saw it last, `record` where that is later."""
+        known = self._memory.get(record.session)
+        return known if known is not None and known.epoch >= record.epoch else record
+
+    def unused(self) -> str:
+        """Returns a value that nobody has seen before."""
+        return self._nonce()
 
     async def get(self, session: str) -> SessionRecord | None:
         """Returns the record of a session id, None when there is none (or, with the store down, none here)."""

@@ -93,11 +93,12 @@ class StepReply(Reply, frozen=True, kw_only=True):
 
 
 class KeptFeedback(Reply, frozen=True, kw_only=True):
-    """One feedback, with the client's own timestamp."""
+    """One feedback, with the client's own timestamp; `branch` is null where it is about the whole session."""
 
     success: bool
     error_reason: str | None
     timestamp: str
+    branch: str | None = None
 
 
 class DropReply(Reply, frozen=True, kw_only=True):
@@ -200,7 +201,7 @@ async def shown(request: web.Request) -> web.Response:
         raise unknown_session()
     key = request[EXCHANGE].key
     limits = _limits(view.record, SessionLimits() if key is None else key.limits, surface.now())
-    cache = await _cache(surface, tenant_salt(request), record)
+    cache = _cache(await cached(surface, record))
     return _json(_report(view, drops, surface.config.store.session_ttl_s, cache, limits))
 
 
@@ -335,19 +336,25 @@ def _drop(drop: Drop) -> DropReply:
 
 
 def _feedback(said: Feedback) -> KeptFeedback:
-    return KeptFeedback(success=said.success, error_reason=said.error_reason, timestamp=said.timestamp)
+    return KeptFeedback(
+        success=said.success, error_reason=said.error_reason, timestamp=said.timestamp, branch=said.branch
+    )
 
 
-async def _cache(surface: Surface, salt: str, record: SessionRecord) -> tuple[BranchCache, ...] | None:
-    """Returns what the worker holds of a session; None when it cannot say soon."""
+async def cached(surface: Surface, record: SessionRecord) -> tuple[api.SessionUse, ...] | None:
+    """Returns what the worker holds of a session, whose id is no other tenant's; None when it cannot say soon."""
     if surface.worker is None:
         return None
     try:
         report = await surface.worker.inspect(CACHE_S)
     except WorkerLost:
         return None
-    # A worker shows the beginning of a tenant's salt only.
-    uses = (use for use in report.sessions if use.session == record.session and salt.startswith(use.tenant))
+    return tuple(use for use in report.sessions if use.session == record.session)
+
+
+def _cache(uses: tuple[api.SessionUse, ...] | None) -> tuple[BranchCache, ...] | None:
+    if uses is None:
+        return None
     return tuple(
         BranchCache(branch=u.branch, state=u.state, tokens=u.tokens, waits_for=u.tool or None, due_s=u.due_s)
         for u in uses

@@ -1,7 +1,7 @@
 """Reads every setting of `magnitude serve`: flag > environment > one TOML file > default.
 
 `TABLE` names each setting once; flags, environment variables, the help text and the file's keys follow from
-it. The TOML file has the sections of `config.py` (`listen`, `worker`, `store`, `deadlines`, `retry`,
+it. The TOML file has the sections of `config.py` (`listen`, `worker`, `store`, `branches`, `deadlines`, `retry`,
 `telemetry`, `limits`, the lists `upstreams` and `keys`). Whatever cannot be used raises `ConfigError` with the name
 of the setting, where it was set and what is allowed.
 """
@@ -100,6 +100,7 @@ TABLE: tuple[Setting, ...] = (
     ),
     Setting("store.timeout_s", "no request waits longer than this for the store, seconds"),
     Setting("store.session_ttl_s", "an idle session is forgotten after this long, seconds"),
+    Setting("branches.max_parallel", "open branches of a session", "max-parallel-branches"),
     Setting("deadlines.progress_s", "local limit without a prefill chunk while an upstream could answer, seconds"),
     Setting("deadlines.first_token_s", "local limit until the first content, seconds"),
     Setting("deadlines.idle_s", "limit between two pieces of output, seconds"),

@@ -51,6 +51,9 @@ class Worker(Protocol):
     async def register(self, register: api.Register) -> api.Registered | api.Failed:
         """Returns what it compiled of tools registered ahead, or why it did not."""
 
+    def post(self, end: api.EndSession) -> None:
+        """Sends what has no answer, and drops it while there is no worker."""
+
     async def tell(self, *news: api.ToolEvent | api.EndSession | api.Expect) -> bool:
         """Sends what has no answer, no faster than it is taken; False while there is no worker to take it."""
 

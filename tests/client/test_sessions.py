@@ -124,3 +124,52 @@ async def test_a_block_that_fails_drops_its_stream(made: Agents, client: Magnitu
         await fail()
     assert events.receipt is None
     await until(lambda: made.proxy.running.surface.drain.running == 0)
+
+
+async def test_branches_of_a_session(made: Agents, client: MagnitudeClient) -> None:
+    name, ask = "runs/1 ü?", [{"role": "user", "content": "go"}]
+    await client.chat(ask, session_id=name)
+    session = client.session(name)
+    one, two, three = await session.fork(3)
+    (child,) = await session.fork(parent=two, max_parallel_branches=4)
+    assert (child.parent, child.depth, child.state, child.tokens) == (two.id, 2, "open", 0)
+    for branch in (one, child):
+        result = await client.chat(ask, session_id=name, branch=branch.id)
+        assert (result["session_id"], made.worker.generated[-1].branch) == (name, branch.id)
+        await session.score(branch, len(branch.id) if branch is child else -0.5)
+    assert (await session.branches()).best().id == child.id
+    with pytest.raises(StatusError, match="max_parallel_branches=4") as full:
+        await session.fork()
+    assert (full.value.status, full.value.error_code) == (429, "branch_limit_exceeded")
+    async with session.events(branch=three.id) as events:
+        await events.branch_failed("no way")
+    assert [each.id for each in await session.prune(one.id, "worse")] == [one.id]
+    assert (await session.select(child)).state == "selected"
+    found = await session.branches()
+    assert (found.line, [(each.state, each.reason) for each in found.branches]) == (
+        child.id,
+        [("pruned", "worse"), ("pruned", f"{child.id} was selected"), ("pruned", "no way"), ("selected", "")],
+    )
+    with pytest.raises(StatusError, match="was selected") as ended:
+        await client.generate_optimized(prompt="go", session_id=name, branch=child.id)
+    assert (ended.value.status, ended.value.error_code) == (409, "branch_ended")
+    with pytest.raises(RequestError, match="no open branch"):
+        found.best()
+
+
+async def test_wrong_acts_on_branches_are_refused_before_they_are_sent(client: MagnitudeClient) -> None:
+    session = client.session("run-1")
+    for call, param in (
+        (lambda: session.fork(0), "count"),
+        (lambda: session.fork(True), "count"),
+        (lambda: session.fork(parent=5), "branch"),  # type: ignore[arg-type]
+        (lambda: session.fork(max_parallel_branches=0), "max_parallel_branches"),
+        (lambda: session.score("b", float("nan")), "value"),
+        (lambda: session.score("b", True), "value"),
+        (lambda: session.prune("b", 5), "reason"),  # type: ignore[arg-type]
+        (lambda: session.select(""), "branch"),
+        (lambda: client.chat([], branch="b"), "branch"),
+    ):
+        with pytest.raises(RequestError) as wrong:
+            await call()
+        assert wrong.value.param == param

@@ -13,6 +13,7 @@ import yaml
 
 from magnitude_engine.config import EngineConfig
 from magnitude_proxy.config import (
+    BranchConfig,
     DeadlineConfig,
     Limits,
     ListenConfig,
@@ -31,6 +32,7 @@ BOUNDS = ("type", "minimum", "maximum", "exclusiveMinimum", "enum")
 DECIDED: dict[str, tuple[type[msgspec.Struct], set[str]]] = {
     "listen": (ListenConfig, {"host", "port", "admin_host", "admin_port"}),
     "deadlines": (DeadlineConfig, set()),
+    "branches": (BranchConfig, set()),
     "retry": (RetryConfig, set()),
     "limits": (Limits, set()),
     "telemetry": (TelemetryConfig, set()),

@@ -110,6 +110,19 @@ async def test_a_dead_step_leaves_the_prompt_and_is_written_down(proxy: Proxy, s
     assert stub.requests[-1].body["messages"] == agent.messages[:-2]
 
 
+async def test_the_steps_of_a_pruned_branch_are_dead_ends(proxy: Proxy, stub: OpenAIStub) -> None:
+    agent = Agent(proxy, "run-1", "dead-ends")
+    await agent.step()
+    (branch,) = (await proxy.post("/sessions/run-1/branches", {})).json["data"]
+    await agent.step("no such file", magnitude={"branch": branch["id"]})
+    await proxy.post(f"/sessions/run-1/branches/{branch['id']}/prune", {"reason": "wrong file"})
+    for _ in range(3):
+        await agent.step()
+    assert stub.requests[-1].body["messages"] == [*agent.messages[:4], *agent.messages[6:10]]
+    (drop,) = (await agent.report())["pruned"]
+    assert (drop["reason"], drop["step"]) == ("step 1 was on a pruned branch: wrong file", 1)
+
+
 async def test_finished_thinking_leaves_the_prompt(proxy: Proxy, stub: OpenAIStub) -> None:
     agent = Agent(proxy, "run-1", "thinking")
     for _ in range(4):

@@ -88,6 +88,12 @@ class ScriptedWorker:
             writer.close()
         self.socket.unlink(missing_ok=True)
 
+    def fail(self, asked: api.Generate, code: str) -> None:
+        """Ends a request that is under way."""
+        failed = api.Failed(request=asked.request, epoch=asked.epoch, code=code, message=code)
+        for writer in self._writers:
+            writer.write(api.encode_frame(failed))
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.add(writer)

@@ -140,11 +140,16 @@ class Register(Frozen, tag="register", frozen=True, kw_only=True):
 
 
 class EndSession(Frozen, tag="end_session", frozen=True, kw_only=True):
-    """Nothing more comes of a session, or of one branch of it: its pages are the first to go."""
+    """Nothing more comes of a session, or of one branch of it: its pages are the first to go.
+
+    Attributes:
+        pruned: the branch is dead: what it generates stops, and pages that only it has used are freed at once.
+    """
 
     tenant: str
     session: str
     branch: str | None = None
+    pruned: bool = False
 
 
 class Expect(Frozen, tag="expect", frozen=True, kw_only=True):

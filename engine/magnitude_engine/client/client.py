@@ -307,6 +307,8 @@ class MagnitudeClient:
     async def submit_telemetry_feedback(self, feedback: Mapping[str, Any]) -> FeedbackReceipt:
         """Tells the server how a session ended: `session_id`, `success`, `error_reason`, `timestamp` (ISO 8601).
 
+        With `branch` it is about that branch, which is dead where `success` is False.
+
         Raises:
             RequestError: a field is missing, unknown or wrong.
             StatusError: with `error_code` `feedback_unsupported` when this server has no feedback route.

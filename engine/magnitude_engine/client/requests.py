@@ -34,6 +34,7 @@ class AnswerOptions(TypedDict, total=False):
         temperature, top_p, seed: how to draw; temperature 0 is greedy, the same seed gives the same answer.
         max_tokens: most tokens of output.
         stop_sequences: texts that end the answer; they never appear in it.
+        branch: id of a branch of the session (`session(...).fork()`); in process branches are asked themselves.
         track_feedback: store the step, so that later feedback can be credited to it.
         tools, tool_choice, response_format: as in OpenAI's Chat Completions.
         logprobs: how many alternatives per position (0 or True: the chosen token only).
@@ -46,6 +47,7 @@ class AnswerOptions(TypedDict, total=False):
     seed: int | None
     max_tokens: int | None
     stop_sequences: str | Sequence[str] | None
+    branch: str | None
     track_feedback: bool
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
@@ -63,6 +65,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     max_tokens: int | None = None
     stop_sequences: str | Sequence[str] | None = None
+    branch: str | None = None
     track_feedback: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
@@ -118,6 +121,7 @@ class _Product(msgspec.Struct, omit_defaults=True):
     """The `magnitude` part of a body."""
 
     session: str | None = None
+    branch: str | None = None
     track_feedback: bool = False
     config: AgentRuntimeConfig | None = None
     prune: Sequence[str] | None = None
@@ -149,7 +153,7 @@ def encode(ask: Ask, model: str, config: AgentRuntimeConfig | None) -> bytes:
         wanted = _alternatives(options)
         body |= {"messages": ask.messages, "logprobs": None if wanted is None else True, "top_logprobs": wanted or None}
     known = None if config == AgentRuntimeConfig() else config
-    product = _Product(ask.session_id, options.track_feedback, known, options.prune or None)
+    product = _Product(ask.session_id, options.branch, options.track_feedback, known, options.prune or None)
     body = {name: value for name, value in body.items() if value is not None}
     body |= {"magnitude": product, **(options.extra_body or {})}
     try:
@@ -171,6 +175,8 @@ def check(ask: Ask) -> None:
     _check_types(options)
     if ask.session_id == "":
         raise RequestError("session_id must be a non-empty text, or None", param="session_id")
+    if options.branch is not None and not (options.branch and ask.session_id):
+        raise RequestError("branch must be a branch's id, beside the session_id of its session", param="branch")
     if options.max_tokens is not None and options.max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, not {options.max_tokens}", param="max_tokens")
     for name, value in (("temperature", options.temperature), ("top_p", options.top_p)):
@@ -221,12 +227,13 @@ def encode_tools(tools: Sequence[Mapping[str, Any]], system: str) -> bytes:
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a session ended; `timestamp` is ISO 8601."""
+    """How a session, or a branch of it, ended; `timestamp` is ISO 8601."""
 
     session_id: str
     success: bool
     error_reason: str | None = None
     timestamp: str
+    branch: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 def encode_feedback(feedback: Mapping[str, Any]) -> bytes:
@@ -240,7 +247,7 @@ def encode_feedback(feedback: Mapping[str, Any]) -> bytes:
     except msgspec.ValidationError as problem:
         raise RequestError(
             f"feedback needs session_id (text), success (bool), timestamp (ISO 8601 text) and optionally "
-            f"error_reason (text or None): {problem}"
+            f"error_reason (text or None) and branch (its id or None): {problem}"
         ) from problem
     if not checked.session_id:
         raise RequestError("feedback: session_id is empty", param="session_id")

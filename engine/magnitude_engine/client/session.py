@@ -20,6 +20,14 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from magnitude_engine.client.branches import (
+    SessionBranch,
+    SessionBranches,
+    branch_path,
+    encode_fork,
+    encode_prune,
+    encode_score,
+)
 from magnitude_engine.client.transport import Transport, decode
 from magnitude_engine.errors import RequestError
 
@@ -52,11 +60,12 @@ class TrackedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenFeedback(msgspec.Struct, frozen=True, kw_only=True):
-    """Feedback as the server keeps it."""
+    """Feedback as the server keeps it; `branch` is None where it is about the whole session."""
 
     success: bool
     error_reason: str | None
     timestamp: str
+    branch: str | None = None
 
 
 class PrunedMessages(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +164,47 @@ class AgentSession:
         self._check_loop()
         return EventUpload(self._transport, self._url("/events"), self._check_loop, branch)
 
+    async def fork(
+        self,
+        count: int = 1,
+        *,
+        parent: str | SessionBranch | None = None,
+        max_parallel_branches: int | None = None,
+    ) -> tuple[SessionBranch, ...]:
+        """Returns branches that grow from the session's main line, or from `parent`; see `branches.py`.
+
+        Args:
+            max_parallel_branches: from now on no more of this session may be open, nor more than the server allows.
+
+        Raises:
+            StatusError: `error_code` is `branch_limit_exceeded` (429), `branch_ended` (409) for a parent that is not
+                open, `branch_not_found` or `session_not_found` (404).
+        """
+        body = encode_fork(count, parent, max_parallel_branches)
+        return decode(await self._post("/branches", body), SessionBranches).branches
+
+    async def branches(self) -> SessionBranches:
+        """Returns all branches, those that have ended too."""
+        self._check_loop()
+        return decode(await self._transport.request("GET", self._url("/branches")), SessionBranches)
+
+    async def score(self, branch: str | SessionBranch, value: float) -> SessionBranch:
+        """Notes how good a branch is; more is better, and the last score counts. Raises StatusError (404, 409)."""
+        return decode(await self._post(branch_path(branch, "score"), encode_score(value)), SessionBranch)
+
+    async def prune(self, branch: str | SessionBranch, reason: str = "") -> tuple[SessionBranch, ...]:
+        """Ends a branch and all that was forked from it; returns those that ended now. Raises StatusError (404)."""
+        body = encode_prune(reason)
+        return decode(await self._post(branch_path(branch, "prune"), body), SessionBranches).branches
+
+    async def select(self, branch: str | SessionBranch) -> SessionBranch:
+        """The session goes on from a branch, all others are pruned. Raises StatusError (404, 409)."""
+        return decode(await self._post(branch_path(branch, "select"), b"{}"), SessionBranch)
+
+    async def _post(self, below: str, body: bytes) -> httpx.Response:
+        self._check_loop()
+        return await self._transport.request("POST", self._url(below), body)
+
     def _url(self, below: str = "") -> httpx.URL:
         base = self._transport.base
         # As raw bytes: a slash in an id must stay escaped.
@@ -246,6 +296,10 @@ class EventUpload:
     async def step_failed(self, reason: str = "", step: int | None = None) -> None:
         """A step came to nothing; `step` counts from 0, by default the last one that was answered."""
         await self._send(_Event(type="step_failed", branch=self._branch, step=step, reason=reason))
+
+    async def branch_failed(self, reason: str = "") -> None:
+        """The branch of this stream came to nothing: it is dead, and so is all that was forked from it."""
+        await self._send(_Event(type="branch_failed", branch=self._branch, reason=reason))
 
     async def _send(self, event: _Event) -> None:
         self._check_loop()

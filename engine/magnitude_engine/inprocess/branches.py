@@ -13,7 +13,7 @@
 
 A branch is asked like the session itself, with whole prompts. What they begin with in common is found in the cache by
 its tokens and stored once, whoever computed it first; so a fork costs nothing. What the engine learns from branches is
-which pages are wanted again: those of a pruned one are the first to go, and what it was generating stops. Questions
+which pages are wanted again: those that only a pruned one used are freed, and what it was generating stops. Questions
 to several branches at the same time, from threads or tasks, are computed as one batch.
 """
 
@@ -222,7 +222,7 @@ class Branch:
         for asked in open_questions:
             if engine is not None and self._ended is not None:
                 asked.stop(engine, self._ended)
-        lines.end(self.session_id, self.id)
+        lines.end(self.session_id, self.id, pruned=True)
 
 
 class Branches:

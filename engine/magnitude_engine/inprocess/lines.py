@@ -50,14 +50,14 @@ class Lines:
                 self._selected.popitem(last=False)
         self.end(session, before)
 
-    def end(self, session: str, line: str | None) -> None:
-        """Nothing more comes of a line, or of a whole session where it is None."""
+    def end(self, session: str, line: str | None, pruned: bool = False) -> None:
+        """Nothing more comes of a line, or of a whole session where it is None; see `api.EndSession`."""
         if line is None:
             with self._lock:
                 self._selected.pop(session, None)
         engine = self.engine()
         if engine is not None:
-            engine.end_session(api.EndSession(tenant=TENANT, session=session, branch=line))
+            engine.end_session(api.EndSession(tenant=TENANT, session=session, branch=line, pruned=pruned))
 
     def tool_output(self, event: api.ToolEvent) -> None:
         """A tool that a line called has printed more, or has finished."""

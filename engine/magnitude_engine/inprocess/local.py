@@ -73,6 +73,8 @@ def to_generate(ask: Ask, request: str, session: str, branch: str, seed: int) ->
         raise FeatureUnsupported("prune is not served in process; leave it out", param="prune")
     if options.extra_body:
         raise FeatureUnsupported("extra_body is not served in process; leave it out", param="extra_body")
+    if options.branch is not None:
+        raise FeatureUnsupported("in process a branch is asked itself: engine.branches(session_id)", param="branch")
     stop = options.stop_sequences or ()
     logprobs = options.logprobs
     return api.Generate(

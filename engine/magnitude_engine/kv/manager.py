@@ -38,7 +38,7 @@ from magnitude_engine.kv.lease import CacheKey, Evicted, Lease, pages_for
 from magnitude_engine.kv.pool import CacheOp, Fill, PageOp, PagePool, Payload, Spill
 from magnitude_engine.kv.radix import Node, RadixTree
 from magnitude_engine.kv.report import stretches
-from magnitude_engine.kv.retention import Candidate, Retention
+from magnitude_engine.kv.retention import Candidate, Retention, SessionKey
 from magnitude_engine.kv.tiers import Tiers
 
 NOTHING: Mapping[bytes, Payload] = {}
@@ -59,11 +59,7 @@ class CacheManager:
     """
 
     def __init__(
-        self,
-        pages: int,
-        reuse: bool = True,
-        tiers: Tiers | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, pages: int, reuse: bool = True, tiers: Tiers | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pool = PagePool(pages)
         self.reuse = reuse
@@ -238,6 +234,12 @@ class CacheManager:
         for end in ends:
             self._tree.leave(end)
 
+    def prune(self, session: SessionKey, ends: Iterable[bytes]) -> None:
+        """Frees the pages that only this session used, in sequences with these last digests, as far as not leased."""
+        gone = [node.page for end in ends for node in self._tree.uproot(session, end, self._is_leased)]
+        self._pool.end_retention(gone)
+        self.evicted = self.evicted._replace(dead=self.evicted.dead + len(gone))
+
     def take_unsaved(self, pages: int) -> list[Spill]:
         """Returns up to `pages` retained pages that no lower tier holds yet, the longest retained first."""
         due: list[Spill] = []
@@ -266,10 +268,7 @@ class CacheManager:
         What was retained behind those pages depends on them and goes too. Others that lease them may go on, but
         what they hold of them is not retained either.
         """
-        held = [node for node in map(self._tree.at, lease.pages) if node is not None]
-        if lease.source is not None:
-            held.append(lease.source)
-        for node in held:
+        for node in filter(None, [*map(self._tree.at, lease.pages), lease.source]):
             removed = self._tree.remove(node)
             gone = [each.page for each in removed]
             self._pool.spoil(gone)

@@ -232,6 +232,19 @@ class RadixTree:
         if not (end.children or end.shared):
             self._leave(end)
 
+    def uproot(self, session: SessionKey, digest: bytes, leased: Callable[[int], bool]) -> list[Node]:
+        """Takes out what only `session` used of the full page with this digest and the pages before and behind it.
+
+        What is leased, and what others go on from, stays. Returns what is gone.
+        """
+        end = self._digests.get(digest)
+        gone: list[Node] = []
+        for node in [] if end is None else [*reversed(list(_walk(end))), *reversed(self.path(digest)[:-1])]:
+            if not (node.shared or node.children or leased(node.page)) and node.session == session:
+                self._detach(node)
+                gone.append(node)
+        return gone
+
     def pop_behind(self, gone: Node, leased: Callable[[int], bool]) -> Node | None:
         """Takes out the page before one that was taken out, where it is a leaf now and was only used with that one."""
         node = gone.parent

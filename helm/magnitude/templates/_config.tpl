@@ -41,6 +41,9 @@ url = {{ .Values.store.url | toJson }}
 [deadlines]
 {{- include "magnitude.toml.lines" .Values.proxy.deadlines }}
 
+[branches]
+{{- include "magnitude.toml.lines" .Values.proxy.branches }}
+
 [retry]
 {{- include "magnitude.toml.lines" .Values.proxy.retry }}
 

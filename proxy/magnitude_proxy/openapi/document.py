@@ -50,6 +50,7 @@ _AGAIN = ("retry-after", "x-should-retry")
 _NAMED = {
     "/v1/models/{name}": "A model's name.",
     "/v1/responses/{id}": "The id of a kept response.",
+    "/v1/sessions/{id}/branches/{branch}": "The id that forking the branch gave.",
     "/v1/sessions/{id}": "A session: the id in `x-magnitude-session`, or the client's own.",
 }
 _PASSED_ON = "An upstream's own answer, passed on."

@@ -16,10 +16,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from magnitude_proxy.errors import Unavailable
 from magnitude_proxy.identity import session_ids, tenant_name
+from magnitude_proxy.store.branches import Branches, Change, changed
 from magnitude_proxy.store.connection import Command, StoreDown
 from magnitude_proxy.store.credit import Fate, Feedback, SessionView
 from magnitude_proxy.store.functions import (
+    branches_call,
     fail_call,
     feedback_call,
     finish_call,
@@ -36,7 +39,11 @@ from magnitude_proxy.store.record import SessionRecord
 MAX_LISTED = 10_000
 MAX_FEEDBACK = 10_000
 INDEX_EVERY_S = 60.0
+MAX_ROUNDS = 100
 _INDEXED = 10_000
+
+
+Decide = Callable[[Branches], Change]
 
 
 class Link(Protocol):
@@ -54,6 +61,14 @@ class Page(NamedTuple):
 
     records: tuple[SessionRecord, ...]
     more: bool
+
+
+class Acted(NamedTuple):
+    """Branches before and after a change."""
+
+    before: Branches
+    after: Branches
+    change: Change
 
 
 class SessionBook:
@@ -162,6 +177,39 @@ class SessionBook:
             raise StoreDown(f"the store answered {type(reply).__name__} instead of a step")
         return reply
 
+    async def branches(self, record: SessionRecord) -> Branches | None:
+        """Returns a session's branches, None when it has expired."""
+        view = await self.view(record.session)
+        return None if view is None or view.record.tenant != record.tenant else view.branches
+
+    async def branch(self, record: SessionRecord, decide: Decide) -> Acted | None:
+        """Changes a session's branches as `decide` says of them, None when the session has expired.
+
+        It is asked again where somebody else changed them meanwhile; what it raises is raised.
+
+        Raises:
+            Unavailable: too many others change them.
+        """
+        for _ in range(MAX_ROUNDS):
+            before = await self.branches(record)
+            if before is None:
+                return None
+            change = decide(before)
+            if change == Change():
+                return Acted(before, before, change)
+            if self._link is None:
+                reply: object = 1 if self._memory.branch(record.session, record.tenant, change) else -1
+            else:
+                call = branches_call(record.session, record.tenant, before.version, change)
+                reply = await self._link.call("branch", *call)
+            if reply != 0:
+                return Acted(before, changed(before, change), change) if reply == 1 else None
+        raise Unavailable(
+            "too many requests change the branches of this session at once: try again",
+            code="session_busy",
+            headers={"Retry-After": "1"},
+        )
+
     async def feedback(self, record: SessionRecord, said: Feedback, now: float) -> Fate:
         """Keeps feedback of a session and adds it to the tenant's stream, where both has not happened yet."""
         session, tenant = record.session, record.tenant
@@ -195,6 +243,7 @@ def _stream_entry(record: SessionRecord, said: Feedback, steps: int, now: float)
         "session": record.session,
         "success": int(said.success),
         "error_reason": said.error_reason or "",
+        "branch": said.branch or "",
         "at": said.at_s,
         "received": now,
         "steps": steps,

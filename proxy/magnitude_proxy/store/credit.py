@@ -1,7 +1,8 @@
 """Steps kept for feedback, feedback, and which feedback a step is credited with.
 
-A step is credited with the earliest feedback that is not older than it, by the feedback's own timestamp, within
-`SKEW_S`. That depends on what was said and when, not on the order in which it arrived or how often it was sent.
+A step is credited with the earliest feedback about its session, or its branch, that is not older than it, by the
+feedback's own timestamp, within `SKEW_S`. That depends on what was said and when, not on the order in which it
+arrived or how often it was sent.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from magnitude_proxy.store.branches import Branches
 from magnitude_proxy.store.record import SessionRecord, StepOutcome
 
 KEPT = 64
 # A client's timestamp may lack fractions of a second, and its clock differ a little.
 SKEW_S = 2.0
 
-Outcome = Literal["unknown", "known", "pending", "old", "added"]
+Outcome = Literal["unknown", "no_branch", "known", "pending", "old", "added"]
 
 
 class Fate(NamedTuple):
     """What became of feedback, and how many steps its session has.
 
     Attributes:
-        outcome: `unknown`, the tenant has no such session; `added`, it was kept; `known`, it was kept before;
+        outcome: `unknown`, the tenant has no such session; `no_branch`, the session has no such branch;
+            `added`, it was kept; `known`, it was kept before;
             `pending`, the same, but perhaps it did not reach the stream; `old`, the session holds `KEPT` later ones.
     """
 
@@ -49,16 +52,21 @@ class StepNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
-    """How a session went, as its agent says; `timestamp` is the agent's own, `at_s` the same as Unix time."""
+    """How a session, or a branch of it, went, as its agent says.
+
+    `timestamp` is the agent's own, `at_s` the same as Unix time.
+    """
 
     success: bool
     timestamp: str
     at_s: float
     error_reason: str | None = None
+    branch: str | None = None
 
     def id(self) -> str:
         """Returns 32 hex digits that are the same for the same feedback."""
-        said = msgspec.json.encode((self.success, self.at_s, self.error_reason))
+        of = () if self.branch is None else (self.branch,)
+        said = msgspec.json.encode((self.success, self.at_s, self.error_reason, *of))
         return hashlib.sha256(said).hexdigest()[:32]
 
 
@@ -70,6 +78,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
         dead: by number, why a step came to nothing.
         feedback: at most `KEPT`, earliest first.
         advice: what the agent's author was told last (see `Identity.advice`); empty where there is none.
+        branches: those that were forked; the steps of a dead one came to nothing.
     """
 
     record: SessionRecord
@@ -77,6 +86,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     dead: Mapping[int, str] = msgspec.field(default_factory=dict)
     feedback: tuple[Feedback, ...] = ()
     advice: str = ""
+    branches: Branches = Branches()
 
 
 def note(branch: str, outcome: StepOutcome, now: float) -> StepNote | None:
@@ -104,4 +114,5 @@ def ordered(feedback: Sequence[Feedback]) -> tuple[Feedback, ...]:
 
 def credited(step: StepNote, feedback: Sequence[Feedback]) -> Feedback | None:
     """Returns the feedback (earliest first) that a step is credited with; None while there is none."""
-    return next((said for said in feedback if said.at_s + SKEW_S >= step.at_s), None)
+    about = (said for said in feedback if said.branch in (None, step.branch))
+    return next((said for said in about if said.at_s + SKEW_S >= step.at_s), None)

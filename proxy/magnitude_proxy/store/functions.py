@@ -9,6 +9,7 @@ import msgspec
 
 from magnitude_proxy.config import SessionLimits
 from magnitude_proxy.limits import LIMITS, NO_TERMS, Terms
+from magnitude_proxy.store.branches import Branches, BranchNote, Change, refused
 from magnitude_proxy.store.connection import Command, StoreDown
 from magnitude_proxy.store.credit import Fate, Feedback, Outcome, SessionView, StepNote, note, ordered
 from magnitude_proxy.store.memory import Opened
@@ -17,9 +18,10 @@ from magnitude_proxy.store.record import Owner, SessionRecord, State, StepOutcom
 LIBRARY = files("magnitude_proxy.store").joinpath("sessions.lua").read_text("utf-8")
 
 REASON_CHARS = 64
+PRUNED = -1
 _FIELDS = (
     *("epoch", "steps", "prompt_tokens", "completion_tokens", "cached_tokens", "failures", "state", "route"),
-    *("finish_reason", "created", "seen", "tenant", "source", "raw"),
+    *("finish_reason", "created", "seen", "tenant", "source", "raw", "line"),
     *("since_steps", "since_tokens", "since_s", *LIMITS),
 )
 
@@ -43,13 +45,13 @@ def open_call(session: str, branch: str, opening: Opening, now: float, ttl_s: fl
     arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw, owner.advice)
     limits = (_given(getattr(limits, name)) for limits in (terms.server, terms.client) for name in LIMITS)
     return (
-        *("FCALL", "magnitude_session_open_2", 1, session_key(session)),
+        *("FCALL", "magnitude_session_open_3", 1, session_key(session)),
         *(*arguments, *limits, terms.repeats, int(terms.fresh)),
     )
 
 
 def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now: float, ttl_s: float) -> Command:
-    """Returns the command that commits one step; its reply is 1 when it was added, 0 when the token is stale."""
+    """Returns the command that commits one step; its reply is 1, 0 for a stale token, or PRUNED."""
     counts = (
         outcome.prompt_tokens,
         outcome.completion_tokens,
@@ -60,18 +62,24 @@ def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now
     reason = outcome.finish_reason[:REASON_CHARS].encode("ascii", "backslashreplace").decode("ascii")
     kept = note(branch, outcome, now)
     words = (state_after(outcome), outcome.route, reason, "" if kept is None else _json(kept), int(not outcome.aside))
-    name = "magnitude_session_commit_2"
+    name = "magnitude_session_commit_3"
     return ("FCALL", name, 1, session_key(session), branch, token, now, _ms(ttl_s), *counts, *words)
 
 
 def get_call(session: str) -> Command:
     """Returns the command that reads a record; see `parse_record`."""
-    return ("FCALL_RO", "magnitude_session_get_2", 1, session_key(session))
+    return ("FCALL_RO", "magnitude_session_get_3", 1, session_key(session))
 
 
-def parse_opened(session: str, reply: object) -> Opened:
-    """Returns the lease in a reply of `open`; raises StoreDown for anything else."""
+def parse_opened(session: str, branch: str, reply: object) -> Opened:
+    """Returns the lease in a reply of `open`; raises StoreDown for anything else.
+
+    Raises:
+        NotFound, Conflict: the branch is none of the session, or has ended.
+    """
     match reply:
+        case [bytes() as state]:
+            raise refused(branch, state.decode())
         case [bytes() as token, list() as fields]:
             record = parse_record(session, fields)
             if record is not None:
@@ -91,10 +99,10 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         epoch, steps, prompt, completion, cached, failures = (int(v or 0) for v in reply[:6])
         state, route, reason = ((v or b"").decode() for v in reply[6:9])
         created, seen = (float(v or 0) for v in reply[9:11])
-        tenant, source, raw = ((v or b"").decode() for v in reply[11:14])
-        since_steps, since_tokens = (int(v or 0) for v in reply[14:16])
-        since_s = float(reply[16] or 0)
-        own = {name: v.decode() for name, v in zip(LIMITS, reply[17:], strict=True) if v is not None}
+        tenant, source, raw, line = ((v or b"").decode() for v in reply[11:15])
+        since_steps, since_tokens = (int(v or 0) for v in reply[15:17])
+        since_s = float(reply[17] or 0)
+        own = {name: v.decode() for name, v in zip(LIMITS, reply[18:], strict=True) if v is not None}
         limits = msgspec.convert(own, SessionLimits, strict=False)
     except (ValueError, AttributeError, msgspec.ValidationError) as error:
         raise StoreDown(f"the store holds a broken record of session {session}") from error
@@ -120,6 +128,7 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         since_tokens=since_tokens,
         since_s=since_s,
         limits=limits,
+        line=line,
     )
 
 
@@ -144,6 +153,7 @@ def parse_view(session: str, reply: object) -> SessionView | None:
             dead={n: value.decode() for n, value in _numbered(found, "dead:")},
             feedback=ordered([msgspec.json.decode(each, type=Feedback) for each in said]),
             advice=found.get("advice", b"").decode(),
+            branches=_branches(found),
         )
     except (ValueError, IndexError, msgspec.MsgspecError) as error:
         raise StoreDown(f"the store holds broken notes of session {session}") from error
@@ -152,7 +162,7 @@ def parse_view(session: str, reply: object) -> SessionView | None:
 def feedback_call(session: str, tenant: str, feedback: Feedback) -> Command:
     """Returns the command that keeps feedback; see `parse_fate`."""
     words = (tenant, feedback.id(), feedback.at_s, _json(feedback))
-    return ("FCALL", "magnitude_session_feedback_2", 1, session_key(session), *words)
+    return ("FCALL", "magnitude_session_feedback_3", 1, session_key(session), *words)
 
 
 def parse_fate(reply: object) -> Fate:
@@ -165,25 +175,48 @@ def parse_fate(reply: object) -> Fate:
 
 def settle_call(session: str, feedback: Feedback) -> Command:
     """Returns the command that notes that feedback stands in the stream."""
-    return ("FCALL", "magnitude_session_settle_2", 1, session_key(session), feedback.id())
+    return ("FCALL", "magnitude_session_settle_3", 1, session_key(session), feedback.id())
 
 
 def fail_call(session: str, tenant: str, step: int | None, reason: str) -> Command:
     """Returns the command that marks a step as dead; its reply is the step, -1 or -2 (see `Notes.fail`)."""
     words = (tenant, "" if step is None else step, reason)
-    return ("FCALL", "magnitude_session_fail_2", 1, session_key(session), *words)
+    return ("FCALL", "magnitude_session_fail_3", 1, session_key(session), *words)
+
+
+def branches_call(session: str, tenant: str, version: int, change: Change) -> Command:
+    """Returns the command that changes branches; its reply is 1, 0 when `version` is old, -1 without the session."""
+    words: list[str | int] = [tenant, version, change.line or "", "" if change.limit is None else change.limit]
+    words += [len(change.ended), *change.ended]
+    for name, told in change.put.items():
+        words += [name, f"{told.state}|{_json(told)}"]
+    for name in change.forgotten:
+        words += [name, ""]
+    return ("FCALL", "magnitude_session_branches_3", 1, session_key(session), *words)
 
 
 def finish_call(session: str, tenant: str) -> Command:
     """Returns the command that forgets a session; its reply is 1 where it was there."""
-    return ("FCALL", "magnitude_session_finish_2", 1, session_key(session), tenant)
+    return ("FCALL", "magnitude_session_finish_3", 1, session_key(session), tenant)
+
+
+def _branches(found: dict[str, bytes]) -> Branches:
+    pairs = [(name.removeprefix("branch:"), value) for name, value in found.items() if name.startswith("branch:")]
+    notes = [(name, msgspec.json.decode(value.split(b"|", 1)[1], type=BranchNote)) for name, value in pairs]
+    limit = found.get("branch_limit")
+    return Branches(
+        version=int(found.get("branch_version", b"0")),
+        notes=dict(sorted(notes, key=lambda pair: pair[1].number)),
+        line=found["line"].decode() if "line" in found else None,
+        limit=None if limit is None else int(limit),
+    )
 
 
 def _numbered(found: dict[str, bytes], prefix: str) -> list[tuple[int, bytes]]:
     return sorted((int(name.removeprefix(prefix)), found[name]) for name in found if name.startswith(prefix))
 
 
-def _json(value: StepNote | Feedback) -> str:
+def _json(value: StepNote | Feedback | BranchNote) -> str:
     return msgspec.json.encode(value).decode()
 
 

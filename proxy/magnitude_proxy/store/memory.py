@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from magnitude_proxy.limits import NO_TERMS, Terms
+from magnitude_proxy.store.branches import Branches, Change, admit, changed
 from magnitude_proxy.store.credit import KEPT, Fate, Feedback, SessionView, StepNote, note, ordered
 from magnitude_proxy.store.record import Owner, SessionRecord, StepOutcome, after, begun
 
@@ -31,7 +32,10 @@ class Opened(NamedTuple):
 
 @dataclass(slots=True)
 class _Entry:
-    """A session, the token of the last lease of each branch that has not committed, and notes (see `SessionView`)."""
+    """A session, the token of the last lease of each branch that has not committed, and notes (see `SessionView`).
+
+    `branches` is None where only the store knows them.
+    """
 
     record: SessionRecord
     tokens: OrderedDict[str, str] = field(default_factory=OrderedDict)
@@ -39,20 +43,30 @@ class _Entry:
     dead: dict[int, str] = field(default_factory=dict)
     said: dict[str, Feedback] = field(default_factory=dict)
     advice: str = ""
+    branches: Branches | None = field(default_factory=Branches)
 
 
 class MemoryStore:
     """Keeps the `limit` sessions used last, under the same rules as the store's functions."""
 
-    def __init__(self, limit: int = MAX_SESSIONS) -> None:
+    def __init__(self, limit: int = MAX_SESSIONS, alone: bool = True) -> None:
+        """`alone` says that no other store knows more than this one."""
         self._limit = limit
+        self._alone = alone
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def open(self, session: str, branch: str, owner: Owner, nonce: str, now: float, terms: Terms = NO_TERMS) -> Opened:
-        """Gives the lease of `branch`; the branch's lease before it can no longer commit."""
+        """Gives the lease of `branch`; the branch's lease before it can no longer commit.
+
+        Raises:
+            NotFound, Conflict: the branch is none of the session, or has ended.
+        """
         entry = self._entries.get(session)
         if entry is None:
-            entry = _Entry(SessionRecord(session=session, created_s=now, source=owner.source, raw=owner.raw))
+            made = SessionRecord(session=session, created_s=now, source=owner.source, raw=owner.raw)
+            entry = _Entry(made, branches=Branches() if self._alone else None)
+        if entry.branches is not None:
+            admit(entry.branches, branch)
         known, refused = begun(entry.record, terms, now)
         if refused is not None:
             return Opened("", known, refused)
@@ -100,6 +114,7 @@ class MemoryStore:
             dead=dict(entry.dead),
             feedback=feedback,
             advice=entry.advice,
+            branches=entry.branches or Branches(),
         )
 
     def of(self, tenant: str) -> list[SessionRecord]:
@@ -135,6 +150,18 @@ class MemoryStore:
         entry.record = msgspec.structs.replace(entry.record, state="failed")
         return step
 
+    def branch(self, session: str, tenant: str, change: Change) -> bool:
+        """Changes a session's branches; False when the tenant has none of this id."""
+        entry = self._owned(session, tenant)
+        if entry is None:
+            return False
+        entry.branches = changed(entry.branches or Branches(), change)
+        if change.line is not None:
+            entry.record = msgspec.structs.replace(entry.record, line=change.line)
+        for name in change.ended:
+            entry.tokens.pop(name, None)
+        return True
+
     def finish(self, session: str, tenant: str) -> bool:
         """Forgets a session; False when the tenant has none of this id."""
         return self._owned(session, tenant) is not None and self._entries.pop(session, None) is not None
@@ -145,7 +172,7 @@ class MemoryStore:
 
     def remember(self, record: SessionRecord) -> None:
         """Notes what the real store said, so that the session goes on from there when the store is lost."""
-        self._keep(record.session, _Entry(record))
+        self._keep(record.session, _Entry(record, branches=None))
 
     def _keep(self, session: str, entry: _Entry) -> None:
         self._entries[session] = entry

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from magnitude_proxy.config import SessionLimits
+from magnitude_proxy.identity import MAIN_BRANCH
 from magnitude_proxy.limits import Terms, Use, exceeded, lowered
 
 State = Literal["thinking", "waiting_on_tool", "idle", "failed"]
@@ -34,6 +35,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         created_s, seen_s: Unix time of the first and the last open or commit.
     tenant: a name for the tenant that tells nothing of its salt (see `identity.tenant_name`).
     source, raw: what the session was recognised by, and the client's own id (see `Identity`).
+    line: the branch that the main line goes on from, empty before one was selected.
     since_steps, since_tokens, since_s: answered steps, tokens and Unix time at the beginning of the run that the limits
         count; 0 for the session's own.
     limits: those that its client has set.
@@ -54,6 +56,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     source: str = ""
     raw: str = ""
+    line: str = ""
     since_steps: int = 0
     since_tokens: int = 0
     since_s: float = 0.0
@@ -77,6 +80,10 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
             seconds=max(0.0, now - (self.since_s or self.created_s or now)),
             repeats=repeats,
         )
+
+    def line_of(self, branch: str) -> str:
+        """Returns a branch as the worker knows it: the main line goes on as the branch that was selected last."""
+        return self.line if self.line and branch == MAIN_BRANCH else branch
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):

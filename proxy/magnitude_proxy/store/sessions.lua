@@ -1,12 +1,15 @@
-#!lua name=magnitude_sessions_2
+#!lua name=magnitude_sessions_3
 -- The session functions. Each touches one key, the hash of one session, so that a cluster can place it anywhere:
 --
 --   record fields    epoch steps prompt_tokens completion_tokens cached_tokens failures state route finish_reason
---                    created seen tenant source raw
+--                    created seen tenant source raw line
 --   advice           what the agent's author was told last of the session ids
 --   since_…          answered steps, tokens and Unix time at the beginning of the run that the limits count
 --   max_…            the session's limits as its client set them
 --   lease:<branch>   token of the branch's last lease, until it commits
+--   branch:<name>    a branch that was forked: its state, `|`, the rest as JSON (see `branches.py`)
+--   branch_version   counts the changes of branches
+--   branch_limit     most open branches, where the client asked for that
 --   step:<n>         what is kept of step n for later feedback, where the client asked for that
 --   dead:<n>         why step n came to nothing, where the agent said so
 --   said:<id>        feedback: 1 once it stands in the tenant's stream, else 0; Unix time; the rest as JSON
@@ -17,7 +20,7 @@
 -- flushed store nor a replica that was promoted without the last writes can hold, or give out again, an old token.
 
 local FIELDS = {'epoch', 'steps', 'prompt_tokens', 'completion_tokens', 'cached_tokens', 'failures', 'state', 'route',
-                'finish_reason', 'created', 'seen', 'tenant', 'source', 'raw',
+                'finish_reason', 'created', 'seen', 'tenant', 'source', 'raw', 'line',
                 'since_steps', 'since_tokens', 'since_s', 'max_iterations', 'max_tokens', 'max_seconds', 'max_repeats'}
 local LIMITS = {'max_iterations', 'max_tokens', 'max_seconds', 'max_repeats'}
 local USED = {'steps', 'failures', 'prompt_tokens', 'completion_tokens', 'since_steps', 'since_tokens', 'since_s',
@@ -43,6 +46,20 @@ local function sweep(key, epoch)
       redis.call('HDEL', key, all[i])
     end
   end
+end
+
+-- Returns why a branch can be neither asked nor committed to: its state, '' where only a fork gives such a name and
+-- none did; nil where it can.
+local function closed(key, branch)
+  if branch == 'main' then
+    return nil
+  end
+  local note = redis.call('HGET', key, 'branch:' .. branch)
+  if not note then
+    return string.sub(branch, 1, 4) == 'mbr-' and '' or nil
+  end
+  local state = string.match(note, '^(%l+)|')
+  return state ~= 'open' and state or nil
 end
 
 -- Returns the limit that a session has reached, or nil and the fields that its next step sets. The arguments are those
@@ -77,9 +94,14 @@ end
 
 -- KEYS: session. ARGV: branch, nonce, Unix time, milliseconds to live, tenant, source, raw id, advice, the server's
 -- four LIMITS and the client's ('' for none), repeated calls, 1 where a run begins. Returns the token, then the
--- record's FIELDS; where a limit is reached '', the FIELDS, and the limit's name, and changes nothing.
+-- record's FIELDS; where a limit is reached '', the FIELDS, and the limit's name; only why where the branch is closed.
+-- Either changes nothing.
 local function open(keys, args)
   local key = keys[1]
+  local reason = closed(key, args[1])
+  if reason then
+    return {reason}
+  end
   local reached, changed = begun(key, args)
   if reached then
     return {'', redis.call('HMGET', key, unpack(FIELDS)), reached}
@@ -105,12 +127,12 @@ end
 
 -- KEYS: session. ARGV: branch, token, Unix time, milliseconds to live, prompt, completion and cached tokens, failures,
 -- state, route, finish reason, what to keep of the step, steps that this is (0 for a call beside them). Returns 1 when
--- it was added, 0 when the token is not the branch's lease.
+-- it was added, 0 when the token is not the branch's lease, -1 when the branch was pruned meanwhile.
 local function commit(keys, args)
   local key = keys[1]
   local lease = 'lease:' .. args[1]
   if redis.call('HGET', key, lease) ~= args[2] then
-    return 0
+    return closed(key, args[1]) == 'pruned' and -1 or 0
   end
   redis.call('HDEL', key, lease)
   local step = redis.call('HINCRBY', key, 'steps', args[13] or 1) - 1
@@ -210,10 +232,44 @@ local function finish(keys, args)
   return redis.call('DEL', keys[1])
 end
 
-redis.register_function('magnitude_session_open_2', open)
-redis.register_function('magnitude_session_commit_2', commit)
-redis.register_function{function_name = 'magnitude_session_get_2', callback = get, flags = {'no-writes'}}
-redis.register_function('magnitude_session_feedback_2', feedback)
-redis.register_function('magnitude_session_settle_2', settle)
-redis.register_function('magnitude_session_fail_2', fail)
-redis.register_function('magnitude_session_finish_2', finish)
+-- KEYS: session. ARGV: tenant, the version that was read, the new `line` and limit ('' where they stay), how many leases
+-- end, their branches, then names and notes in turn ('' to forget one). Returns 1 when that was done, 0 when the version
+-- is another one by now, -1 without such a session.
+local function branches(keys, args)
+  local key = keys[1]
+  if not owned(key, args[1]) then
+    return -1
+  end
+  if (redis.call('HGET', key, 'branch_version') or '0') ~= args[2] then
+    return 0
+  end
+  redis.call('HINCRBY', key, 'branch_version', 1)
+  if args[3] ~= '' then
+    redis.call('HSET', key, 'line', args[3])
+  end
+  if args[4] ~= '' then
+    redis.call('HSET', key, 'branch_limit', args[4])
+  end
+  local first = 6 + tonumber(args[5])
+  for i = 6, first - 1 do
+    redis.call('HDEL', key, 'lease:' .. args[i])
+  end
+  for i = first, #args, 2 do
+    local field = 'branch:' .. args[i]
+    if args[i + 1] == '' then
+      redis.call('HDEL', key, field)
+    else
+      redis.call('HSET', key, field, args[i + 1])
+    end
+  end
+  return 1
+end
+
+redis.register_function('magnitude_session_open_3', open)
+redis.register_function('magnitude_session_commit_3', commit)
+redis.register_function{function_name = 'magnitude_session_get_3', callback = get, flags = {'no-writes'}}
+redis.register_function('magnitude_session_feedback_3', feedback)
+redis.register_function('magnitude_session_settle_3', settle)
+redis.register_function('magnitude_session_fail_3', fail)
+redis.register_function('magnitude_session_finish_3', finish)
+redis.register_function('magnitude_session_branches_3', branches)

@@ -59,8 +59,15 @@ class StepFailed(SessionEvent, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
 
 
+class BranchFailed(SessionEvent, frozen=True, kw_only=True):
+    """A branch came to nothing: it is dead, and so is all that was forked from it."""
+
+    kind: ClassVar[str] = "branch_failed"
+    reason: Annotated[str, Meta(max_length=MAX_REASON)] = ""
+
+
 KINDS: dict[str, type[SessionEvent]] = {
-    kind.kind: kind for kind in (ToolStarted, ToolOutputDelta, ToolFinished, StepFailed)
+    kind.kind: kind for kind in (ToolStarted, ToolOutputDelta, ToolFinished, StepFailed, BranchFailed)
 }
 
 

@@ -178,6 +178,11 @@ class LocalRoute:
             )
         return reply
 
+    def post(self, end: api.EndSession) -> None:
+        """Sends what has no answer, and drops it while there is no worker."""
+        if self._writer is not None:
+            _send(self._writer, api.encode_frame(end))
+
     async def tell(self, *news: api.ToolEvent | api.EndSession | api.Expect) -> bool:
         """Sends what has no answer, no faster than the worker takes it; False while there is none to take it."""
         writer = self._writer

@@ -351,3 +351,32 @@ def test_pages_are_spilled_when_they_are_evicted_and_filled_when_they_are_needed
     assert [fill.payload[0] for fill in fills] == [pages[IDS[at : at + 16]] for at in range(0, 64, 16)]
     assert manager.acquire(MAIN._replace(tenant="another"), IDS[:90]).length == 0
     manager.check_integrity()
+
+
+def test_a_pruned_branch_frees_what_nobody_else_used_and_nobody_leases() -> None:
+    manager = CacheManager(32)
+    one, two = MAIN._replace(branch="one"), MAIN._replace(branch="two")
+    ends = {}
+    manager.commit(computed(manager, MAIN, IDS[:40]), IDS)
+    for key in (one, two):
+        ids = (*IDS[:40], *range(200, 230), *([key == one] * 25))
+        lease = computed(manager, key, ids)
+        chain = manager.chain(key.tenant, ids)
+        manager.retention.resumed(key.owner, chain, 0.0)
+        manager.commit(lease, ids)
+        manager.retention.paused(key.owner, chain, (), 0.0)
+        ends[key] = manager.retention.pruned(key.tenant, key.session, key.branch, 0.0)
+    held = manager.total - manager.free
+    running = manager.acquire(one, (*IDS[:40], *range(200, 230), *([True] * 25), 7))
+    manager.prune(one.owner, ends[one])
+    assert manager.total - manager.free >= held
+    manager.release(running)
+    manager.prune(one.owner, ends[one])
+    # Four pages and a part hold what both branches begin with, and the beginnings of `one`'s own tokens.
+    assert held - (manager.total - manager.free) == 2
+    manager.check_integrity()
+    manager.prune(two.owner, ends[two])
+    assert manager.total - manager.free == 4
+    assert manager.evicted.dead == 4
+    manager.check_integrity()
+    assert manager.acquire(MAIN, IDS[:60]).reused == 40
