@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -10,6 +11,7 @@ from aiohttp import web
 
 from magnitude_engine import api
 from magnitude_proxy import anthropic, branches, events, feedback, health, limits, responses, sessions, tools
+from magnitude_proxy.access import is_loopback
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
 from magnitude_proxy.dialect import messages_replies, messages_wire, responses_replies, responses_wire
@@ -70,20 +72,21 @@ _EVENTS = tuple(KINDS.values())
 
 async def openapi(request: web.Request) -> web.Response:
     """This document."""
-    body = _encoded(request.app[ADMIN], request.app[SURFACE].keys.required)
-    return web.Response(body=body, content_type="application/json")
+    surface, admin = request.app[SURFACE], request.app[ADMIN]
+    keys = surface.keys.required and not (admin and is_loopback(surface.config.listen.admin_host))
+    return web.Response(body=_encoded(admin, keys), content_type="application/json")
 
 
 @functools.cache
 def _encoded(admin: bool, keys: bool) -> bytes:
-    """Returns the document of a listener; the second asks for keys only where the first does."""
+    """Returns the document of a listener."""
     return msgspec.json.encode(document(ADMIN_ROUTES if admin else PUBLIC_ROUTES, health.product_version(), keys=keys))
 
 
+_READY = Route("GET", READY, health.ready, gives=json(health.Ready), unwell=health.Ready)
 _BOTH = (
     Route("GET", "/openapi.json", openapi, gives=json(dict[str, Any])),
     Route("GET", LIVE, health.live, gives=json(health.Live), open=True),
-    Route("GET", READY, health.ready, gives=json(health.Ready), unwell=health.Ready),
 )
 
 PUBLIC_ROUTES: tuple[Route, ...] = (
@@ -210,11 +213,13 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/models", health.models, gives=json(replies.ModelsReply)),
     Route("GET", "/v1/models/{name:.+}", health.model, gives=json(replies.ModelReply), refuses=(404,)),
     Route("GET", "/health", health.health, gives=json(health.Health), unwell=health.Health),
+    _READY,
     *_BOTH,
 )
 
 ADMIN_ROUTES: tuple[Route, ...] = (
     Route("GET", "/metrics", health.metrics, gives={"text/plain": ()}),
     Route("GET", "/cache", health.cache, gives=json(api.CacheReport), refuses=(404,)),
+    replace(_READY, open=True),
     *_BOTH,
 )

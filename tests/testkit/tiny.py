@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from magnitude_engine.config import EngineConfig, Profile
+from magnitude_engine.model.export import write
 from magnitude_engine.model.loader import LoadedModel, Placement, Source, assemble
 from magnitude_engine.model.tokenizer import SpecialTokens, Tokenizer
 from magnitude_engine.model.weights import LayerWeights, LlamaConfig
@@ -109,19 +111,30 @@ def tiny_model(
     """
     if vocab_size < TINY_VOCAB:
         raise ValueError(f"vocab_size must be at least {TINY_VOCAB}")
-    config = LlamaConfig(
+    config = _config(vocab_size, layers, context)
+    source = Source(RandomLlama(config, seed, weight_dtype), tiny_tokenizer(), CHATML, f"tiny-{seed}-{layers}")
+    settings = EngineConfig(model_path="tiny", model_name="tiny", profile=profile, kv_memory_mb=1)
+    place = Placement(profile, torch.device("cpu"), context)
+    return assemble(settings, source, place, lambda fraction: None)
+
+
+def tiny_folder(folder: Path) -> Path:
+    """Writes a tiny model as a folder that `magnitude serve --model` takes; returns the folder."""
+    checkpoint = RandomLlama(_config(TINY_VOCAB, 2, 2048), 0, torch.float32)
+    write(checkpoint, tiny_tokenizer(), CHATML, folder)
+    return folder
+
+
+def _config(vocab: int, layers: int, context: int) -> LlamaConfig:
+    return LlamaConfig(
         layers=layers,
         heads=4,
         kv_heads=2,
         head_dim=8,
         hidden=32,
         ffn=64,
-        vocab=vocab_size,
+        vocab=vocab,
         context=context,
         epsilon=1e-5,
         rope_base=10_000.0,
     )
-    source = Source(RandomLlama(config, seed, weight_dtype), tiny_tokenizer(), CHATML, f"tiny-{seed}-{layers}")
-    settings = EngineConfig(model_path="tiny", model_name="tiny", profile=profile, kv_memory_mb=1)
-    place = Placement(profile, torch.device("cpu"), context)
-    return assemble(settings, source, place, lambda fraction: None)

@@ -66,11 +66,16 @@ def export(path: Path, folder: Path) -> None:
     checkpoint, tokenizer = GgufLlama(file), tokenizers.from_gguf(file)
     if checkpoint.rope_factors() is not None:
         raise ModelUnsupported(f"{path}: scaled rotary frequencies cannot be exported; use the model's own folder")
+    write(checkpoint, tokenizer, file.text("tokenizer.chat_template", ""), folder)
+
+
+def write(checkpoint: Checkpoint, tokenizer: tokenizers.Tokenizer, template: str, folder: Path) -> None:
+    """Writes a model to `folder`, which is made; `template` is its chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     special = [None if token is None else tokenizer.token_text(token) for token in (tokenizer.eos_id, tokenizer.bos_id)]
     words = TokenizerFile(
         model_max_length=checkpoint.config.context,
-        chat_template=file.text("tokenizer.chat_template", ""),
+        chat_template=template,
         eos_token=special[0],
         bos_token=special[1],
     )

@@ -18,11 +18,7 @@ RULES: dict[type, Rule] = {
     **MESSAGES,
     **RESPONSES,
     ToolsRequest: Rule(
-        properties={
-            "tools": {
-                "items": {"allOf": [{"$ref": "#/components/schemas/WireTool"}, having({"type": {"const": "function"}})]}
-            }
-        },
+        properties={"tools": {"items": having({"type": {"const": "function"}})}},
         all_of=({"anyOf": [having({"tools": LISTED}), having({"system": FILLED})]},),
     ),
     FeedbackRequest: Rule(properties={"timestamp": {"pattern": "^[0-9]{4}", "examples": ["2026-11-30T12:00:00Z"]}}),

@@ -58,11 +58,19 @@ def any_of(schemas: Sequence[Schema]) -> Schema:
 
 def _add_rule(schema: Schema, rule: Rule) -> None:
     for name, more in rule.properties.items():
-        schema["properties"][name] = {**schema["properties"].get(name, {}), **more}
+        schema["properties"][name] = _narrowed(schema["properties"].get(name, {}), more)
     missing = [name for name in rule.required if name not in schema["required"]]
     schema["required"] = [*schema["required"], *missing]
     if rule.all_of:
         schema["allOf"] = list(rule.all_of)
+
+
+def _narrowed(schema: Schema, more: Mapping[str, Any]) -> Schema:
+    """Returns a schema with the keywords of another, which go before its own but for those of named items."""
+    made = {**schema, **more}
+    if "$ref" in schema.get("items", ()) and "items" in more:
+        made["items"] = {"allOf": [schema["items"], more["items"]]}
+    return made
 
 
 def _make_strict(schema: Schema, kind: type[msgspec.Struct]) -> None:
