@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from magnitude_engine import api
@@ -192,6 +193,25 @@ async def test_the_same_id_twice_at_once_is_refused(tmp_path: Path) -> None:
         assert isinstance(refused, api.Failed)
         assert "already under way" in refused.message
         await first.aclose()
+
+
+async def test_what_no_frame_can_say_is_refused_and_the_connection_serves_on(tmp_path: Path) -> None:
+    tools = (api.Tool(name="f", description="", parameters={"maximum": 2**64}),)
+    given = api.ChatInput(messages=(api.Message(role="user", content="Hi"),), tools=tools)
+    request = msgspec.structs.replace(step("1").request, input=given)
+    wrong = Step(kind="chat", request=request, body={}, stream=True)
+    async with bench(tmp_path) as b:
+        async with aclosing(b.route.answer(wrong, 0)) as events:
+            told = [event async for event in events]
+        told += [
+            await b.route.count(given),
+            await b.route.register(api.Register(tenant="t", request="r", tools=tools, system="")),
+        ]
+        for failed in told:
+            assert isinstance(failed, api.Failed)
+            assert (failed.code, "beyond 64 bits" in failed.message) == ("unsupported_feature", True)
+        assert len(told) == 3
+        assert text(await answer(b.route, "2")) == words(2)
 
 
 async def test_a_silent_or_stuck_worker_gets_nothing_new(tmp_path: Path) -> None:

@@ -20,9 +20,13 @@ def encode_frame(frame: Command | Event) -> bytes:
     """Returns the length prefix and the msgpack body of `frame`.
 
     Raises:
-        ValueError: the body is larger than `MAX_FRAME_BYTES`.
+        ValueError: the body is larger than `MAX_FRAME_BYTES`, or a JSON Schema in it holds a whole number that
+            msgpack cannot say.
     """
-    body = _encoder.encode(frame)
+    try:
+        body = _encoder.encode(frame)
+    except OverflowError as error:
+        raise ValueError("a whole number in a JSON Schema is beyond 64 bits; write it smaller") from error
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return len(body).to_bytes(4, "big") + body

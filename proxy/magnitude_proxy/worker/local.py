@@ -156,9 +156,13 @@ class LocalRoute:
         key = (f"count-{uuid.uuid4().hex}", 0)
         if self._writer is None:
             return _failed(key, "worker_lost", f"the local worker cannot count: {self.problem}")
+        try:
+            frame = api.encode_frame(api.Count(request=key[0], epoch=key[1], input=given))
+        except ValueError as error:
+            return _unsayable(key, error)
         inbox = self._inboxes[key] = Inbox()
         try:
-            _send(self._writer, api.encode_frame(api.Count(request=key[0], epoch=key[1], input=given)))
+            _send(self._writer, frame)
             async with asyncio.timeout(limit_s):
                 for event in await inbox.take():
                     if isinstance(event, api.Completed | api.Failed):
@@ -202,7 +206,7 @@ class LocalRoute:
         try:
             frame = api.encode_frame(command)
         except ValueError as error:
-            return _failed(key, "unsupported_feature", f"this is too large for the local worker: {error}")
+            return _unsayable(key, error)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[key] = reply
         try:
@@ -226,7 +230,7 @@ class LocalRoute:
         try:
             frame = api.encode_frame(request)
         except ValueError as error:
-            yield _failed(key, "unsupported_feature", f"the request is too large for the local worker: {error}")
+            yield _unsayable(key, error)
             return
         inbox = self._inboxes[key] = Inbox()
         over = False
@@ -372,3 +376,7 @@ def _send(writer: asyncio.StreamWriter, frame: bytes) -> None:
 
 def _failed(key: tuple[str, int], code: str, message: str) -> api.Failed:
     return api.Failed(request=key[0], epoch=key[1], code=code, message=message, retryable=True)
+
+
+def _unsayable(key: tuple[str, int], error: ValueError) -> api.Failed:
+    return _failed(key, "unsupported_feature", f"the local worker cannot be told of this: {error}")
