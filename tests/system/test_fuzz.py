@@ -46,7 +46,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = folder / "keys"
     keys.write_text(f"{KEY} fuzzers\n")
     model = str(tiny_folder(folder / "tiny"))
-    settings = ("--model", model, "--profile", "reference", "--threads", "1", "--key-file", str(keys))
+    access = ("--key-file", str(keys), "--max-refused-per-minute", "0")
+    settings = ("--model", model, "--profile", "reference", "--threads", "1", *access)
     with serving(folder, *settings, wait=False) as running:
         headers = {"authorization": f"Bearer {KEY}"}
         deadline = time.monotonic() + 60
