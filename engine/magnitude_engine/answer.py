@@ -51,10 +51,17 @@ class Answer:
         self._sink = sink
         self.broken = False
 
-    def started(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def started(self, prompt_tokens: int, cached_tokens: int, miss: api.CacheMiss | None = None) -> None:
         """The request was admitted."""
-        request, epoch = self._generate.request, self._generate.epoch
-        self._send(api.Started(request=request, epoch=epoch, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+        self._send(
+            api.Started(
+                request=self._generate.request,
+                epoch=self._generate.epoch,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
+                miss=miss,
+            )
+        )
 
     def progress(self, done: int, total: int) -> None:
         """A chunk of the prompt was computed."""

@@ -20,6 +20,7 @@ from magnitude_engine.build import open_cache, open_speculation
 from magnitude_engine.checked import Aside, CheckedSink
 from magnitude_engine.config import PAGE_TOKENS, EngineConfig
 from magnitude_engine.errors import EngineError, MagnitudeError, Overloaded, WorkerLost
+from magnitude_engine.explain.explainer import Explainer
 from magnitude_engine.inbox import Ahead, Hooks, Inbox, Job, JobKey, Question
 from magnitude_engine.model.loader import LoadedModel
 from magnitude_engine.predict import Predictor, Settled
@@ -68,7 +69,8 @@ class Engine:
         self._config = config
         self._clock = clock
         self._inbox = Inbox()
-        hooks = Hooks(clock, lambda job: self._inbox.ended(job.key), self._answered, self._inbox.wake)
+        self._explainer = Explainer(model.tokenizer, config.optimization_level != "off")
+        hooks = Hooks(clock, self._ended, self._answered, self._inbox.wake, self._explainer)
         speculation = open_speculation(model, config, tensors, cache, clock)
         self._stepper = Stepper(model.runner, tensors, cache, config, hooks, speculation)
         self._predictor = Predictor(model.prompts, context, self._settled)
@@ -95,7 +97,7 @@ class Engine:
                 answer = Answer(generate, self._checked(prepared, sink))
             arrival = next(self._arrivals)
             sequences = tuple(Sequence(prepared, choice, arrival, self._model) for choice in range(generate.n))
-            self._inbox.put(Job(prepared, answer, sequences, self._clock()))
+            self._inbox.put(Job(prepared, answer, sequences, self._clock(), self._explainer.prompt(prepared)))
         except MagnitudeError as error:
             self._refuse(answer, error)
         except Exception:  # noqa: BLE001 - an edge: whatever a request provokes, it gets its one outcome
@@ -157,6 +159,10 @@ class Engine:
     def inspect(self, answer: Callable[[api.CacheReport], None]) -> None:
         """Calls `answer`, on the engine's thread, with what the cache holds between two steps."""
         self._inbox.post(Question(answer))
+
+    def misses(self, asked: api.AskMisses) -> api.SessionMisses:
+        """Returns why prompts of a session were not found in the cache; any thread may ask, also during a step."""
+        return self._explainer.report(asked)
 
     def status(self) -> api.Status:
         """Returns the present state.
@@ -266,6 +272,9 @@ class Engine:
                     item.answer(self._stepper.report())
                 case JobKey():
                     self._stepper.cancel(item)
+
+    def _ended(self, job: Job) -> None:
+        self._inbox.ended(job.key)
 
     def _answered(self, sequence: Sequence) -> None:
         """A step has ended: what its session sends next may be computed ahead."""

@@ -12,7 +12,9 @@ from magnitude_engine import api
 from magnitude_engine.answer import Answer
 from magnitude_engine.draft.record import Use, decided, total
 from magnitude_engine.errors import RequestError, WorkerLost
-from magnitude_engine.kv.lease import Lease
+from magnitude_engine.explain.cause import Told
+from magnitude_engine.explain.explainer import Explainer
+from magnitude_engine.kv.lease import NOT_CACHED, Cached
 from magnitude_engine.predict import Settled
 from magnitude_engine.prepared import PreparedRequest
 from magnitude_engine.request import Sequence
@@ -25,29 +27,6 @@ class JobKey(NamedTuple):
     epoch: int
 
 
-class Cached(NamedTuple):
-    """Prompt tokens that were found in the cache, and those of them that came from lower tiers."""
-
-    tokens: int = 0
-    host: int = 0
-    disk: int = 0
-
-
-NOT_CACHED = Cached()
-
-
-def cached_prompt(lease: Lease, prompt: int) -> Cached:
-    """Returns what of a prompt's `prompt` tokens a new lease found.
-
-    Of a resumed answer, generated tokens may be cached too; they come behind the prompt and are not counted.
-    """
-    tokens = min(lease.reused, prompt)
-    # What came from below is always behind what was on the device.
-    below = max(0, tokens - (lease.reused - lease.from_host - lease.from_disk))
-    disk = min(lease.from_disk, below)
-    return Cached(tokens, min(lease.from_host, below - disk), disk)
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """One request inside the engine.
@@ -55,16 +34,19 @@ class Job:
     Attributes:
         sequences: its choices.
         arrived: when, in seconds of the engine's clock.
+        told: its prompt for the explainer; None where that is off.
         started: whether its first choice has run.
-        cached: prompt tokens that were found in the cache then.
+        cached: prompt tokens that were found in the cache then; `miss` says why not more, where there could have been.
     """
 
     prepared: PreparedRequest
     answer: Answer
     sequences: tuple[Sequence, ...]
     arrived: float
+    told: Told | None = None
     started: bool = False
     cached: Cached = NOT_CACHED
+    miss: api.CacheMiss | None = None
 
     @property
     def key(self) -> JobKey:
@@ -82,6 +64,7 @@ class Job:
             cached_tokens=self.cached.tokens,
             cached_host_tokens=self.cached.host,
             cached_disk_tokens=self.cached.disk,
+            miss=self.miss,
             drafted_tokens=sum(s.drafted for s in self.sequences),
             accepted_tokens=sum(s.accepted for s in self.sequences),
             forced_tokens=sum(s.forced for s in self.sequences),
@@ -104,12 +87,14 @@ class Hooks:
         answered: called with each first choice that ended in full, for what follows it; before the end is told, since
             whoever hears of it may say at once what the session comes back with.
         wake: called on another thread when `step` should be called again.
+        explainer: says why a prompt was not cached.
     """
 
     clock: Callable[[], float]
     ended: Callable[[Job], None]
     answered: Callable[[Sequence], None]
     wake: Callable[[], None]
+    explainer: Explainer
 
 
 @dataclass(frozen=True, slots=True)

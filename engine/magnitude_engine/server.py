@@ -180,6 +180,8 @@ class _Connection:
                 self._register(command)
             case api.EndSession():
                 self._engine.end_session(command)
+            case api.AskMisses():
+                self._send(self._engine.misses(command))
             case api.Inspect():
                 self._engine.inspect(self._report)
             case api.Hello():

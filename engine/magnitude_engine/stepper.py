@@ -28,9 +28,9 @@ from magnitude_engine.decode.sample import Drawn, draw
 from magnitude_engine.drafters.chain import Pass
 from magnitude_engine.errors import BranchEnded, EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
-from magnitude_engine.inbox import Hooks, Job, JobKey, cached_prompt
+from magnitude_engine.inbox import Hooks, Job, JobKey
 from magnitude_engine.kv.cache import PagedCache
-from magnitude_engine.kv.lease import Lease
+from magnitude_engine.kv.lease import Lease, cached_prompt
 from magnitude_engine.kv.pool import IntegrityError
 from magnitude_engine.kv.tensors import SlotMove
 from magnitude_engine.model.batch import KeyValueCache
@@ -73,7 +73,7 @@ class Stepper:
         self._tensors = tensors
         self._config = config
         self._hooks = hooks
-        self._sessions = SessionLog(cache, hooks.clock)
+        self._sessions = SessionLog(cache, hooks.clock, hooks.explainer)
         self._seats = Seats(cache, config, self.telemetry, hooks.clock, hooks.wake)
         self.ahead = PrefillAhead(runner, tensors, cache, self._seats)
         self.speculation = speculation
@@ -199,8 +199,8 @@ class Stepper:
         for sequence in admitted:
             job = self._job(sequence)
             if not job.started:
-                prompt = job.prepared.prompt
-                self._sessions.resumed(sequence.owner, prompt, job.prepared.generate.tool_seconds)
+                prepared = job.prepared
+                self._sessions.resumed(sequence.owner, prepared.prompt, prepared.generate.tool_seconds)
                 self._begin(job, sequence.lease)
 
     def _plan(self) -> list[Work]:
@@ -327,11 +327,12 @@ class Stepper:
         job.started = True
         if lease is not None:
             job.cached = cached_prompt(lease, prompt)
+            job.miss = self._sessions.began(job.sequences[0], job.told, job.cached)
         self.telemetry.count(names.PROMPT_TOKENS, prompt)
         self.telemetry.count(names.CACHED_TOKENS, job.cached.tokens)
         self.telemetry.count(names.CACHED_HOST_TOKENS, job.cached.host)
         self.telemetry.count(names.CACHED_DISK_TOKENS, job.cached.disk)
-        job.answer.started(prompt, job.cached.tokens)
+        job.answer.started(prompt, job.cached.tokens, job.miss)
         for sequence in job.sequences:
             if sequence.opening:
                 job.answer.delta(sequence.choice, Emission(text=sequence.opening))
@@ -369,9 +370,7 @@ class Stepper:
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; what it computed is retained."""
-        if sequence.lease is not None:
-            tools = tuple(call.name for call in sequence.answer.tool_calls)
-            self._sessions.paused(sequence.owner, sequence.tokens[: sequence.lease.length], tools)
+        self._sessions.left(sequence)
         self.speculation.leave(sequence)
         self._seats.leave(sequence)
 

@@ -24,7 +24,15 @@ from magnitude_proxy.limits import HEADER, shown
 from magnitude_proxy.pruner import answered
 from magnitude_proxy.session import Lease, StepOutcome
 from magnitude_proxy.surface import Exchange, Surface
-from magnitude_proxy.telemetry import CACHED_TOKENS, COMPLETION_TOKENS, FIRST_TOKEN_SECONDS, PROMPT_TOKENS, proxy_log
+from magnitude_proxy.telemetry import (
+    CACHE_MISSES,
+    CACHED_TOKENS,
+    COMPLETION_TOKENS,
+    FIRST_TOKEN_SECONDS,
+    PROMPT_TOKENS,
+    WASTED_TOKENS,
+    proxy_log,
+)
 from magnitude_proxy.wire.intake import Asked
 from magnitude_proxy.wire.render import Head
 
@@ -177,6 +185,8 @@ class Answer:
         headers = {"x-magnitude-session": self._lease.identity.session}
         if tally.label:
             headers["x-magnitude-route"] = tally.label
+        if tally.miss is not None:
+            headers["x-magnitude-cache-miss"] = f"{tally.miss.cause}; at={tally.miss.at}; wasted={tally.miss.wasted}"
         if tally.reason is not None:
             headers["x-magnitude-fallback-reason"] = tally.reason
         if self._asked.pruned is not None:
@@ -184,6 +194,8 @@ class Answer:
         limits = shown(self._lease.limits, self._lease.use)
         if limits:
             headers[HEADER] = limits
+        if self._asked.canonical:
+            headers["x-magnitude-canonical"] = "tools"
         if self._lease.degraded:
             headers["x-magnitude-degraded"] = "store"
         if self._lease.identity.advice is not None:
@@ -207,6 +219,9 @@ class Answer:
         telemetry.count(PROMPT_TOKENS, usage.prompt_tokens, route=route)
         telemetry.count(CACHED_TOKENS, usage.cached_tokens, route=route)
         telemetry.count(COMPLETION_TOKENS, usage.completion_tokens, route=route)
+        if tally.miss is not None:
+            telemetry.count(CACHE_MISSES, cause=tally.miss.cause)
+            telemetry.count(WASTED_TOKENS, tally.miss.wasted, cause=tally.miss.cause)
         telemetry.explain(_speculation(usage))
         outcome = StepOutcome(
             route=route,

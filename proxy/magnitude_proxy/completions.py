@@ -74,5 +74,6 @@ def _numbered(queue: asyncio.Queue[tuple[int, Item]], index: int) -> Callable[[I
 
 
 def _sum(one: api.Usage, other: api.Usage) -> api.Usage:
-    """Adds up what is counted for every prompt; a prediction belongs to chats only."""
-    return api.Usage(**{name: getattr(one, name) + getattr(other, name) for name in _COUNTED})
+    """Adds up what is counted for every prompt, and keeps the first miss; a prediction belongs to chats only."""
+    counted = {name: getattr(one, name) + getattr(other, name) for name in _COUNTED}
+    return api.Usage(**counted, miss=one.miss or other.miss)

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy import anthropic, branches, events, feedback, health, limits, responses, sessions, tools
+from magnitude_proxy import anthropic, branches, events, feedback, health, limits, misses, responses, sessions, tools
 from magnitude_proxy.access import is_loopback
 from magnitude_proxy.chat import chat
 from magnitude_proxy.completions import completions
@@ -28,6 +28,8 @@ _ANSWERED = (
     "x-magnitude-session",
     "x-magnitude-route",
     "x-magnitude-fallback-reason",
+    "x-magnitude-cache-miss",
+    "x-magnitude-canonical",
     "x-magnitude-degraded",
     "x-magnitude-session-advice",
     "x-magnitude-ignored",
@@ -169,6 +171,7 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/sessions", sessions.listed, gives=json(sessions.SessionsReply), parameters=_PAGE),
     Route("GET", "/v1/sessions/{id}", sessions.shown, gives=json(sessions.SessionReport), refuses=(404,)),
     Route("DELETE", "/v1/sessions/{id}", sessions.deleted, gives=json(sessions.DeletedReply), refuses=(404,)),
+    Route("GET", "/v1/sessions/{id}/cache", misses.cache, gives=json(misses.CacheReply), refuses=(404,)),
     Route(
         "POST",
         "/v1/sessions/{id}/events",

@@ -48,6 +48,9 @@ class Worker(Protocol):
     async def inspect(self, limit_s: float = ...) -> api.CacheReport:
         """Returns what its cache holds; raises WorkerLost when it cannot say so in time."""
 
+    async def misses(self, asked: api.AskMisses) -> api.SessionMisses:
+        """Returns why prompts of a session were not found in its cache; raises WorkerLost when it cannot say."""
+
     async def register(self, register: api.Register) -> api.Registered | api.Failed:
         """Returns what it compiled of tools registered ahead, or why it did not."""
 

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from magnitude_engine.api.conversation import Format, Frozen, Input, Message, Tool
+from magnitude_engine.api.misses import AskMisses
 
 PROTOCOL_VERSION = 5
 
@@ -175,4 +176,4 @@ class Hello(Frozen, tag="hello", frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
 
 
-Command = Hello | Generate | Count | Cancel | Probe | ToolEvent | Register | EndSession | Expect | Inspect
+Command = Hello | Generate | Count | Cancel | Probe | ToolEvent | Register | EndSession | Expect | Inspect | AskMisses

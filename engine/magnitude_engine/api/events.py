@@ -8,6 +8,7 @@ import msgspec
 
 from magnitude_engine.api.cache import CacheReport
 from magnitude_engine.api.conversation import Frozen
+from magnitude_engine.api.misses import CacheMiss, SessionMisses
 
 
 class TopLogprob(Frozen, frozen=True, kw_only=True):
@@ -56,6 +57,7 @@ class Usage(Frozen, frozen=True, kw_only=True):
         speculation: drafted and accepted tokens by proposer; those that proposed nothing are absent.
         pruned_tokens: that the proxy shortened the prompt by; None where its client did not ask for that.
         draft_decisions: what was decided in how many steps: `drafted`, `not worth it` or `nothing known`.
+        miss: why not more of the prompt was cached, where there could have been more.
     """
 
     prompt_tokens: int = 0
@@ -72,15 +74,17 @@ class Usage(Frozen, frozen=True, kw_only=True):
     pruned_tokens: int | None = None
     speculation: tuple[ProposerUse, ...] = ()
     draft_decisions: dict[str, int] = msgspec.field(default_factory=dict)
+    miss: CacheMiss | None = None
 
 
 class Started(Frozen, tag="started", frozen=True, kw_only=True):
-    """The request was admitted; its prompt is this long and this much of it was cached."""
+    """The request was admitted; its prompt is this long, this much of it was cached, and why not more."""
 
     request: str
     epoch: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    miss: CacheMiss | None = None
 
 
 class Progress(Frozen, tag="progress", frozen=True, kw_only=True):
@@ -210,4 +214,4 @@ class Registered(Frozen, tag="registered", frozen=True, kw_only=True):
 
 
 AnswerEvent = Started | Progress | Delta | Finished | Completed | Failed
-Event = Welcome | Status | CacheReport | Registered | AnswerEvent
+Event = Welcome | Status | CacheReport | SessionMisses | Registered | AnswerEvent

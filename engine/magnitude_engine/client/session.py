@@ -6,7 +6,7 @@ async with session.events() as events:
     async for text in shell.output():
         await events.tool_output(call["id"], text)  # computed ahead while the tool still runs
     await events.tool_finished(call["id"])
-print((await session.report()).cache)
+print((await session.report()).cache, (await session.cache_report()).misses)
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from magnitude_engine.client.branches import (
     encode_prune,
     encode_score,
 )
+from magnitude_engine.client.misses import CacheReport
 from magnitude_engine.client.transport import Transport, decode
 from magnitude_engine.errors import RequestError
 
@@ -153,6 +154,11 @@ class AgentSession:
         """Returns what the server knows of the session; raises StatusError (404) for one it does not know."""
         self._check_loop()
         return decode(await self._transport.request("GET", self._url()), SessionReport)
+
+    async def cache_report(self) -> CacheReport:
+        """Returns what its prompts found in the cache and why not more; raises StatusError (404) for one not known."""
+        self._check_loop()
+        return decode(await self._transport.request("GET", self._url("/cache")), CacheReport)
 
     async def end(self) -> None:
         """Says that nothing more comes of the session; raises StatusError (404) for one it does not know."""

@@ -188,6 +188,11 @@ class MagnitudeEngine:
                 if self._stopped.is_set():
                     raise EngineError("the engine stopped before it could be inspected; make another one") from None
 
+    def misses(self, session_id: str) -> api.SessionMisses:
+        """Returns what the prompts of a session found in the cache and why not more; it waits for nothing."""
+        check_session(session_id)
+        return self._loaded().misses(api.AskMisses(request="", epoch=0, tenant=TENANT, session=session_id))
+
     @overload
     def generate(
         self,

@@ -248,6 +248,7 @@ def _usage(usage: api.Usage) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "cached_host_tokens": usage.cached_host_tokens,
             "cached_disk_tokens": usage.cached_disk_tokens,
+            **({} if usage.miss is None else {"cache_miss": msgspec.structs.asdict(usage.miss)}),
         },
     }
 

@@ -44,6 +44,29 @@ class Lease:
     source: Node | None = None
 
 
+class Cached(NamedTuple):
+    """Prompt tokens that were found in the cache, and those of them that came from lower tiers."""
+
+    tokens: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+NOT_CACHED = Cached()
+
+
+def cached_prompt(lease: Lease, prompt: int) -> Cached:
+    """Returns what of a prompt's `prompt` tokens a new lease found.
+
+    Of a resumed answer, generated tokens may be cached too; they come behind the prompt and are not counted.
+    """
+    tokens = min(lease.reused, prompt)
+    # What came from below is always behind what was on the device.
+    below = max(0, tokens - (lease.reused - lease.from_host - lease.from_disk))
+    disk = min(lease.from_disk, below)
+    return Cached(tokens, min(lease.from_host, below - disk), disk)
+
+
 def pages_for(tokens: int) -> int:
     """Returns how many pages hold `tokens` tokens."""
     return -(-tokens // PAGE_TOKENS)

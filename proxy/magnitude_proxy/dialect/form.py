@@ -17,10 +17,12 @@ Events = AsyncGenerator[Item, None]
 
 @dataclass(slots=True)
 class Tally:
-    """What the events so far say about the whole answer; `label` is empty before any route was taken.
+    """What the events so far say about the whole answer.
 
     Attributes:
+        label: empty before any route was taken.
         read, written: prompt tokens, and tokens (or pieces, where a route tells no tokens) of output.
+        miss: why not more of the prompt was cached, where there could have been more.
     """
 
     label: str = ""
@@ -31,6 +33,7 @@ class Tally:
     content: bool = False
     read: int = 0
     written: int = 0
+    miss: api.CacheMiss | None = None
 
     def see(self, item: Item) -> None:
         """Takes the next event."""
@@ -40,13 +43,17 @@ class Tally:
             self.written += len(item.ids) or is_content(item)
         elif isinstance(item, api.Started):
             self.read = item.prompt_tokens
+            # A worker that was restarted meanwhile knows nothing of the session.
+            self.miss = self.miss or item.miss
         elif isinstance(item, Taken):
             self.label, self.reason = item
+            self.miss = None
         elif isinstance(item, api.Finished):
             self.content = True
             self.finish = item.reason
         elif isinstance(item, api.Completed):
             self.usage = item.usage
+            self.miss = self.miss or item.usage.miss
 
 
 class Script(Protocol):

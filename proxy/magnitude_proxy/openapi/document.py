@@ -32,6 +32,11 @@ HEADERS: dict[str, tuple[str, Schema]] = {
     ),
     "x-magnitude-route": ("`local`, `upstream:NAME` or `fallback:NAME`.", {"type": "string"}),
     "x-magnitude-fallback-reason": ("Why the first route was left.", {"type": "string"}),
+    "x-magnitude-cache-miss": (
+        "Why not more of the prompt was cached: the cause, the first token that differs, tokens computed again.",
+        {"type": "string", "pattern": "^[a-z_]+; at=[0-9]+; wasted=[0-9]+$"},
+    ),
+    "x-magnitude-canonical": ("What was brought into one order, as asked.", {"enum": ["tools"]}),
     "x-magnitude-degraded": ("What is missing now: the store.", {"type": "string"}),
     "x-magnitude-session-advice": ("What the agent's author should change of its session ids.", {"type": "string"}),
     "x-magnitude-ignored": ("Unknown fields of the request.", {"type": "string"}),

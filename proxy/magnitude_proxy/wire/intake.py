@@ -19,6 +19,7 @@ from magnitude_proxy.errors import BadRequest
 from magnitude_proxy.identity import IdentityHints
 from magnitude_proxy.pruning.scene import Pruned
 from magnitude_proxy.routing.route import Kind
+from magnitude_proxy.wire.canonical import canonical_tools
 from magnitude_proxy.wire.conversation import read_choice, read_messages, read_prediction, read_tools
 from magnitude_proxy.wire.form import read_format
 from magnitude_proxy.wire.requests import (
@@ -51,6 +52,7 @@ class Asked:
         priority: what the body asks for, lower is sooner; None where it asks for none.
         prune: what the client wants to be dropped from the prompt, as words; `pruned` is what came of it.
         refusal: why the worker cannot serve this, when it cannot.
+        canonical: its tools were brought into one order, as it asked.
     """
 
     kind: Kind
@@ -69,6 +71,7 @@ class Asked:
     limits: SessionLimits | None = None
     refusal: api.Failed | None = None
     ignored: tuple[str, ...] = ()
+    canonical: bool = False
 
 
 def read_chat(raw: bytes, seed: int) -> Asked:
@@ -83,6 +86,10 @@ def read_chat(raw: bytes, seed: int) -> Asked:
 def chat_asked(body: dict[str, Any], seed: int) -> Asked:
     """Returns the checked chat request in `body`, which is kept; see `read_chat`."""
     asked = convert(body, ChatRequest)
+    canonical = bool(asked.tools) and asked.magnitude is not None and asked.magnitude.canonical_tools
+    if canonical:
+        body = {**body, "tools": canonical_tools(body["tools"])}
+        asked = convert(body, ChatRequest)
     _check_stream(asked)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -109,6 +116,7 @@ def chat_asked(body: dict[str, Any], seed: int) -> Asked:
         limits=(asked.magnitude or MagnitudeOptions()).limits,
         refusal=_refusal(_chat_refusals(asked)),
         ignored=ignored_fields(body, ChatRequest),
+        canonical=canonical,
     )
 
 

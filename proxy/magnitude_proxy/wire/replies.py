@@ -31,12 +31,21 @@ class OutputDetails(Reply, frozen=True, kw_only=True):
     rejected_prediction_tokens: int | UnsetType = UNSET
 
 
+class MissReply(Reply, frozen=True, kw_only=True):
+    """Why a prompt was not cached, the first token that differs, and how many were computed again for that."""
+
+    cause: api.MissCause
+    at: int
+    wasted: int
+
+
 class EngineFigures(Reply, frozen=True, kw_only=True):
     """The engine's own figures of one request, zero where an upstream answered.
 
     Attributes:
         cached_tokens: all that were found; of these, those that came back from host memory and from disk follow.
         pruned_tokens: that the prompt is shorter by; only of requests that asked for pruning.
+        cache_miss: why not more were found, where there could have been more.
     """
 
     drafted_tokens: int
@@ -46,6 +55,7 @@ class EngineFigures(Reply, frozen=True, kw_only=True):
     cached_host_tokens: int
     cached_disk_tokens: int
     pruned_tokens: int | UnsetType = UNSET
+    cache_miss: MissReply | UnsetType = UNSET
 
 
 class UsageReply(Reply, frozen=True, kw_only=True):
@@ -239,8 +249,14 @@ def usage_reply(usage: api.Usage, predicted: bool) -> UsageReply:
             cached_host_tokens=usage.cached_host_tokens,
             cached_disk_tokens=usage.cached_disk_tokens,
             pruned_tokens=UNSET if usage.pruned_tokens is None else usage.pruned_tokens,
+            cache_miss=UNSET if usage.miss is None else miss_reply(usage.miss),
         ),
     )
+
+
+def miss_reply(miss: api.CacheMiss) -> MissReply:
+    """Returns a miss as clients see it."""
+    return MissReply(cause=miss.cause, at=miss.at, wasted=miss.wasted)
 
 
 def logprobs_reply(entries: tuple[api.TokenLogprob, ...]) -> LogprobsReply | None:

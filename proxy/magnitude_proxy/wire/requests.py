@@ -140,7 +140,12 @@ class StructuredOutputs(Wire, frozen=True, kw_only=True):
 
 
 class MagnitudeOptions(Wire, frozen=True, kw_only=True):
-    """The product's own fields: which session and branch, what the client's program prefers, what to prune."""
+    """The product's own fields: which session and branch, what the client's program prefers, what to prune.
+
+    Attributes:
+        track_feedback: the step is kept, so that feedback can be credited to it.
+        canonical_tools: tools come into one order first (`canonical.py`), which changes the prompt.
+    """
 
     session: SessionName | None = None
     branch: SessionName | None = None
@@ -150,6 +155,7 @@ class MagnitudeOptions(Wire, frozen=True, kw_only=True):
     track_feedback: bool = False
     prune: list[Word] | None = None
     limits: SessionLimits | None = None
+    canonical_tools: bool = False
 
 
 class Common(Wire, frozen=True, kw_only=True):

@@ -31,11 +31,12 @@ PROBE_S = 1.0
 INSPECT_S = 10.0
 REGISTER_S = 30.0
 COUNT_S = 10.0
+MISSES_S = 5.0
 RECONNECT_FIRST_S = 0.02
 RECONNECT_MOST_S = 1.0
 
 
-Reply = api.Registered | api.Completed | api.Failed
+Reply = api.Registered | api.SessionMisses | api.Completed | api.Failed
 
 
 class Pulse(NamedTuple):
@@ -176,7 +177,7 @@ class LocalRoute:
     async def register(self, register: api.Register, limit_s: float = REGISTER_S) -> api.Registered | api.Failed:
         """Returns what the worker says of tools registered ahead, or why there is no such word; see `api.Register`."""
         reply = await self._ask(register, limit_s)
-        if isinstance(reply, api.Completed):
+        if isinstance(reply, api.Completed | api.SessionMisses):
             return _failed(
                 (register.request, register.epoch), "engine_error", "the worker did not say what it compiled"
             )
@@ -186,6 +187,13 @@ class LocalRoute:
         """Sends what has no answer, and drops it while there is no worker."""
         if self._writer is not None:
             _send(self._writer, api.encode_frame(end))
+
+    async def misses(self, asked: api.AskMisses, limit_s: float = MISSES_S) -> api.SessionMisses:
+        """Returns why prompts of a session were not found; raises WorkerLost where the worker does not say so."""
+        reply = await self._ask(asked, limit_s)
+        if not isinstance(reply, api.SessionMisses):
+            raise WorkerLost(reply.message if isinstance(reply, api.Failed) else "the worker said something else")
+        return reply
 
     async def tell(self, *news: api.ToolEvent | api.EndSession | api.Expect) -> bool:
         """Sends what has no answer, no faster than the worker takes it; False while there is none to take it."""
@@ -197,7 +205,7 @@ class LocalRoute:
             await writer.drain()
         return not writer.is_closing()
 
-    async def _ask(self, command: api.Register, limit_s: float) -> Reply:
+    async def _ask(self, command: api.Register | api.AskMisses, limit_s: float) -> Reply:
         """Returns the one reply to a command with an id of its own."""
         key, writer = (command.request, command.epoch), self._writer
         if writer is None or key in self._replies:
@@ -318,7 +326,7 @@ class LocalRoute:
             self._reported(event)
         elif isinstance(event, Reply) and (event.request, event.epoch) in self._replies:
             self._replied(event)
-        elif not isinstance(event, api.Welcome | api.Registered):
+        elif not isinstance(event, api.Welcome | api.Registered | api.SessionMisses):
             inbox = self._inboxes.get((event.request, event.epoch))
             if inbox is None:
                 self._telemetry.count(FRAMES_FENCED)
