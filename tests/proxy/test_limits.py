@@ -184,7 +184,11 @@ async def test_two_proxies_count_one_sessions_steps_and_one_keys_day(tmp_path: P
         config = proxy_config(tmp_path, stub.url, store=kept, keys=keys, limits=Limits(max_iterations=1000))
         async with proxying(config) as one, proxying(config) as two:
             named = {"authorization": "Bearer sk-one", "x-magnitude-session": "run"}
-            answers = [await proxy.post("/chat/completions", ASK, **named) for proxy in (one, two, one, two, one)]
+            answers = []
+            for proxy in (one, two, one, two, one):
+                answers.append(await proxy.post("/chat/completions", ASK, **named))
+                # A commit reaches the store a moment after its answer, and another proxy's step would fence it.
+                await asyncio.sleep(0.02)
             assert [answer.status for answer in answers] == [200, 200, 200, 429, 429]
             assert [answer.header("x-magnitude-limits") for answer in answers] == [
                 "iterations=1/3", "iterations=2/3", "iterations=3/3", "iterations=3/3", "iterations=3/3"
@@ -200,7 +204,10 @@ async def test_two_proxies_count_one_sessions_steps_and_one_keys_day(tmp_path: P
             other = await two.post("/chat/completions", ASK, **{**named, "x-magnitude-session": "run-2"})
             assert other.header("x-magnitude-limits") == "iterations=1/3"
 
-            day = [await proxy.post("/chat/completions", ASK, x_api_key="sk-two") for proxy in (one, two, one)]
+            day = []
+            for proxy in (one, two, one):
+                day.append(await proxy.post("/chat/completions", ASK, x_api_key="sk-two"))
+                await asyncio.sleep(0.02)
             assert [answer.status for answer in day] == [200, 200, 429]
             assert (day[2].error["code"], day[2].error["param"]) == ("rate_limit_exceeded", "tokens_per_day")
             assert 0 < int(str(day[2].header("retry-after"))) <= 86_400
