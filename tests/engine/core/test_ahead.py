@@ -21,7 +21,8 @@ from magnitude_engine.warm import ENOUGH_TOKENS, TRIAL, Usefulness, WarmAsk
 from testkit.clock import ManualClock
 from testkit.engine import Recorder, alone, drain, engine_config, generate, run, submit
 
-TOOL = api.Tool(name="list_files", description="Lists files.", parameters={"type": "object", "properties": {}})
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
+TOOL = api.Tool(name="list_files", description="Lists files.", parameters=PARAMETERS)
 CALL = '<tool_call>\n{"name": "list_files", "arguments": {"path": "src"}}\n</tool_call>'
 ASKED = (
     api.Message(role="system", content="You are a careful assistant that answers in few words."),
@@ -125,7 +126,7 @@ def test_a_wrong_guess_changes_nothing(model: LoadedModel) -> None:
 
 
 def test_live_work_goes_first_and_takes_the_pages(model: LoadedModel) -> None:
-    engine = new_engine(model, pages=40)
+    engine = new_engine(model, pages=44)
     answer = first_step(engine, model)
     engine.tool_event(output_event(answer, OUTPUT, "finished"))
     engine._predictor.wait()
