@@ -284,7 +284,8 @@ class Branches:
             RequestError: it is a branch of another session.
         """
         with self._lock:
-            branch._check_open()
+            if isinstance(branch, Branch):
+                branch._check_open()
             if branch not in self._open:
                 raise RequestError(f"{branch!r} is no branch of session {self.session_id!r}", param="branch")
             others = [each for each in self._open if each is not branch]
