@@ -85,7 +85,8 @@ class Answer:
             raise
         finally:
             self._exchange.route = self._tally.label or "none"
-            if self._tally.label and self._bounded and not self._committed:
+            # The client left: its session does not wait for this step any more.
+            if not self._committed:
                 self._commit(ok=False)
 
     async def _part(self) -> None:
