@@ -54,7 +54,7 @@ _IDENTITY = (
 _PRUNE = Parameter(
     "x-magnitude-prune",
     "header",
-    {"type": "string", "pattern": f"^ *({_WORDS})( *, *({_WORDS}))* *$"},
+    {"type": "string", "pattern": f"^\\s*({_WORDS})?(\\s*,\\s*({_WORDS})?)*\\s*$"},
     "What the prompt may lose. It changes what the model sees.",
 )
 _CHAT = (*_IDENTITY, _PRUNE)

@@ -26,6 +26,7 @@ _LIMITS = {
     "/v1/responses": ("max_output_tokens",),
 }
 _kept: list[str] = []
+_forked: list[str] = []
 
 
 @schemathesis.serializer(*LINES)
@@ -64,13 +65,17 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
             given["id"] = SESSION
         elif case.path.startswith("/v1/responses/") and _kept:
             given["id"] = _kept[-1]
+    if "branch" in given and _forked and sum(map(ord, str(given["branch"]))) % 2:
+        given.update(id=SESSION, branch=_forked[-1])
 
 
 @schemathesis.hook
 def after_call(context: Any, case: Any, response: Any) -> None:
-    """Remembers what was kept."""
+    """Remembers what was kept, and what was forked."""
     if case.path == "/v1/responses" and response.status_code == 200 and not _is_stream(response):
         _kept.append(response.json()["id"])
+    if case.path == "/v1/sessions/{id}/branches" and case.method == "POST" and response.status_code == 200:
+        _forked.append(response.json()["data"][-1]["id"])
 
 
 def _bounded(path: str, body: dict[str, Any]) -> dict[str, Any]:
