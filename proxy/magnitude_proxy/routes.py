@@ -203,6 +203,7 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         "/v1/sessions/{id}/branches/{branch}/prune",
         branches.prune,
         takes=json(branches.PruneRequest),
+        optional=True,
         gives=json(branches.BranchesReply),
         refuses=(404,),
     ),

@@ -129,7 +129,7 @@ def _operation(route: Route, refs: Mapping[Any, Schema]) -> dict[str, Any]:
     if parameters:
         made["parameters"] = parameters
     if route.takes:
-        made["requestBody"] = {"required": True, "content": _content(route.takes, refs)}
+        made["requestBody"] = {"required": not route.optional, "content": _content(route.takes, refs)}
     answered: dict[str, Any] = {
         "description": "The answer.",
         "headers": _headers(route, *route.headers),

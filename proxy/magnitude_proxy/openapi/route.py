@@ -35,6 +35,7 @@ class Route:
     Attributes:
         path: as the router has it.
         gives, takes: the bodies of a 200 and of the request; see `json`, `streamed` and `lines`.
+        optional: the request's body may be left out.
         refuses: statuses of errors besides those that every route can give.
         error: the struct of its errors.
         unwell: the struct of its 503, where that is no error.
@@ -50,6 +51,7 @@ class Route:
     _: KW_ONLY
     gives: Content
     takes: Content = field(default_factory=dict)
+    optional: bool = False
     refuses: tuple[int, ...] = ()
     error: type = ErrorBody
     unwell: type | None = None
