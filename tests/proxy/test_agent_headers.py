@@ -22,6 +22,7 @@ from magnitude_engine import api
 from magnitude_proxy.bench.recorded import OWN, Trace, read_traces
 from magnitude_proxy.config import StoreConfig
 from magnitude_proxy.identity import IdentityHints
+from magnitude_proxy.limits import Terms
 from magnitude_proxy.session import Lease, Sessions
 from testkit import store
 from testkit.agent_headers import SHAPES, Run, Turn, renamed
@@ -87,9 +88,9 @@ def timed(sessions: Sessions, seconds: list[float]) -> None:
     """Notes how long it takes from now on to find and open the session of a request."""
     enter = sessions.enter
 
-    async def entered(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Lease:
+    async def entered(tenant: str, headers: Mapping[str, str], hints: IdentityHints, terms: Terms) -> Lease:
         began = time.perf_counter()
-        lease = await enter(tenant, headers, hints)
+        lease = await enter(tenant, headers, hints, terms)
         seconds.append(time.perf_counter() - began)
         return lease
 

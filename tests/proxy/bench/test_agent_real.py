@@ -14,7 +14,8 @@ from testkit.model import smollm2_path
 @pytest.mark.timeout(900)
 def test_the_product_is_measured_beside_its_static_mode(tmp_path: Path) -> None:
     words = ["--traces", str(recorded.OWN / "chat_branches.jsonl"), "--sessions", "1", "--steps", "2", "--tokens", "4"]
-    names = ["--contender", "magnitude", "--mode", "fixed", "--mode", "forced", "--rounds", "1"]
+    both = ["--contender", "magnitude", "--contender", "magnitude-off"]
+    names = [*both, "--mode", "fixed", "--mode", "forced", "--rounds", "1"]
     assert command.main(["agent", *words, *names, "--model", str(smollm2_path()), "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.json")
     found = receipt.read(path)
