@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = folder / "keys"
     keys.write_text(f"{KEY} fuzzers\n")
     model = str(tiny_folder(folder / "tiny"))
-    access = ("--key-file", str(keys), "--max-refused-per-minute", "0")
+    access = ("--key-file", str(keys), "--max-refused-per-minute", "0", "--store-timeout-s", "5")
     settings = ("--model", model, "--profile", "reference", "--threads", "1", *access)
     with serving(folder, *settings, wait=False) as running:
         headers = {"authorization": f"Bearer {KEY}"}
