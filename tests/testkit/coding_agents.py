@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from magnitude_proxy.identity import Identity, IdentityHints
+from magnitude_proxy.limits import Terms
 from magnitude_proxy.session import Lease, Sessions
 from testkit.loopback import leading_to, unshare
 from testkit.proxy import Proxy, proxy_config, proxying
@@ -115,8 +116,8 @@ def noted(sessions: Sessions) -> list[Identity]:
     """Returns the identities of the requests that come from now on."""
     enter, found = sessions.enter, list[Identity]()
 
-    async def entered(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Lease:
-        lease = await enter(tenant, headers, hints)
+    async def entered(tenant: str, headers: Mapping[str, str], hints: IdentityHints, terms: Terms) -> Lease:
+        lease = await enter(tenant, headers, hints, terms)
         found.append(lease.identity)
         return lease
 
