@@ -2,7 +2,7 @@
 
     norm → q k v → rotary and cache → attention → merge → out, added → norm → gate and up → down, added
 
-Rows are coded (`rows.code`) before every product.
+Rows are coded (`rows.code`) before the products of matrices that take them so.
 
 Threads share out the work of a phase by a counter and meet behind it. All sums are taken in fixed orders, so neither
 the number of threads nor the rows that are computed together change a bit of a row.
@@ -39,8 +39,7 @@ def run_step(f: Any, thread: int, threads: int) -> None:
         if f.parts > 1:
             _join(f, thread, threads)
             meet(f.counters, threads)
-        _code(f, f.x, f.x_row, f.heads * f.size, thread, threads)
-        meet(f.counters, threads)
+        _code(f, _matrix(f, layer, OUT), f.x, f.x_row, f.heads * f.size, thread, threads)
         _multiply(f, _matrix(f, layer, OUT), f.x, f.x_row, f.y, f.y_row, f.heads * f.size, counters + OUT * 8)
         meet(f.counters, threads)
         _add(f, f.y, f.y_row, thread, threads)
@@ -49,8 +48,7 @@ def run_step(f: Any, thread: int, threads: int) -> None:
         _gated(f, layer, counters + GATE * 8)
         meet(f.counters, threads)
         gated = f.y + 2 * _width(_matrix(f, layer, GATE)) * 4
-        _code(f, gated, f.y_row, f.ffn, thread, threads)
-        meet(f.counters, threads)
+        _code(f, _matrix(f, layer, DOWN), gated, f.y_row, f.ffn, thread, threads)
         _multiply(f, _matrix(f, layer, DOWN), gated, f.y_row, f.x, f.x_row, f.ffn, counters + DOWN * 8)
         meet(f.counters, threads)
         _add(f, f.x, f.x_row, thread, threads)
@@ -78,16 +76,24 @@ def _norms(f: Any, which: int, thread: int, threads: int) -> None:
 
 
 @compiled
-def _code(f: Any, x: int, x_row: int, inputs: int, thread: int, threads: int) -> None:
+def _code(f: Any, matrix: int, x: int, x_row: int, inputs: int, thread: int, threads: int) -> None:
+    """Codes all rows where the matrix that they are multiplied by takes them so."""
+    if not takes_codes(matrix):
+        return
     for row in range(thread, f.rows, threads):
         rows.code(x + row * x_row, f.coded + row * f.coded_row, inputs)
+    meet(f.counters, threads)
+
+
+@compiled
+def _taken(f: Any, matrix: int, x: int, x_row: int) -> tuple[int, int]:
+    """Returns the rows that a matrix takes, as an address and the bytes between two: `x`, or what was coded of it."""
+    return (f.coded, f.coded_row) if takes_codes(matrix) else (x, x_row)
 
 
 @compiled
 def _multiply(f: Any, matrix: int, x: int, x_row: int, out: int, out_row: int, inputs: int, counter: int) -> None:
-    """Multiplies all rows, which are coded, too."""
-    if takes_codes(matrix):
-        x, x_row = f.coded, f.coded_row
+    x, x_row = _taken(f, matrix, x, x_row)
     multiply(matrix, f.rows, x, x_row, out, out_row, inputs, counter)
 
 
@@ -223,9 +229,7 @@ def _gated(f: Any, layer: int, counter: int) -> None:
 
 @compiled
 def _multiply_blocks(f: Any, matrix: int, first: int, blocks: int, out: int) -> None:
-    x, x_row = f.x, f.x_row
-    if takes_codes(matrix):
-        x, x_row = f.coded, f.coded_row
+    x, x_row = _taken(f, matrix, f.x, f.x_row)
     multiply_blocks(matrix, first, blocks, f.rows, x, x_row, out, f.y_row, f.hidden)
 
 
@@ -240,7 +244,5 @@ def _finish(f: Any, thread: int, threads: int) -> None:
         rows.code(f.last_hidden + n * hidden_row, f.coded + n * f.coded_row, f.hidden)
     meet(f.counters, threads)
     counter = f.counters + (1 + f.layers * COUNTERS) * 8
-    x, x_row = f.last_hidden, hidden_row
-    if takes_codes(f.head):
-        x, x_row = f.coded, f.coded_row
+    x, x_row = _taken(f, f.head, f.last_hidden, hidden_row)
     multiply(f.head, f.wanted, x, x_row, f.logits, f.logits_row, f.hidden, counter)
