@@ -17,7 +17,7 @@ from magnitude_proxy.dialect.messages_requests import NAMES, read_count_request,
 from magnitude_proxy.errors import ErrorBody, NotFound, from_failed
 from magnitude_proxy.middleware import Handler, read_body
 from magnitude_proxy.pruner import pruned, watched
-from magnitude_proxy.surface import EXCHANGE, SURFACE
+from magnitude_proxy.surface import EXCHANGE, SURFACE, json_response
 
 ROUTE = "/v1/messages"
 
@@ -61,7 +61,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     if isinstance(counted, api.Failed):
         raise from_failed(NAMES.failed(counted))
     told = TokenCount(input_tokens=counted.usage.prompt_tokens)
-    return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+    return json_response(told)
 
 
 @web.middleware

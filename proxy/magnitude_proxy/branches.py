@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-import msgspec
 from aiohttp import web
 from msgspec import Meta
 
@@ -29,7 +28,7 @@ from magnitude_proxy.middleware import read_body
 from magnitude_proxy.sessions import cached, found, store_down, unknown_session
 from magnitude_proxy.store.branches import PREFIX, BranchNote, BranchState, forked, scored
 from magnitude_proxy.store.connection import StoreDown
-from magnitude_proxy.surface import SURFACE
+from magnitude_proxy.surface import SURFACE, json_response
 from magnitude_proxy.wire.replies import Reply
 from magnitude_proxy.wire.requests import SessionName, Wire, convert, decode_json
 
@@ -127,7 +126,7 @@ async def score(request: web.Request) -> web.Response:
     asked = convert(decode_json(await read_body(request)), ScoreRequest)
     surface, record, name = request.app[SURFACE], await found(request), request.match_info["branch"]
     acted = await forks.act(surface, record, lambda known: scored(known, name, asked.score))
-    return _json(_reply(record.session, name, acted.after.notes[name], await cached(surface, record)))
+    return json_response(_reply(record.session, name, acted.after.notes[name], await cached(surface, record)))
 
 
 async def prune(request: web.Request) -> web.Response:
@@ -144,7 +143,7 @@ async def select(request: web.Request) -> web.Response:
     """The session goes on from a branch; raises ProxyError."""
     surface, record, name = request.app[SURFACE], await found(request), request.match_info["branch"]
     acted = await forks.select(surface, tenant_salt(request), record, name)
-    return _json(_reply(record.session, name, acted.after.notes[name], await cached(surface, record)))
+    return json_response(_reply(record.session, name, acted.after.notes[name], await cached(surface, record)))
 
 
 def limit_of(server: int, session: int | None) -> int:
@@ -160,7 +159,7 @@ def _listing(
     uses: tuple[api.SessionUse, ...] | None,
 ) -> web.Response:
     data = tuple(_reply(session, name, note, uses) for name, note in notes.items())
-    return _json(BranchesReply(data=data, line=line, max_parallel_branches=most))
+    return json_response(BranchesReply(data=data, line=line, max_parallel_branches=most))
 
 
 def _reply(session: str, name: str, note: BranchNote, uses: tuple[api.SessionUse, ...] | None) -> BranchReply:
@@ -177,7 +176,3 @@ def _reply(session: str, name: str, note: BranchNote, uses: tuple[api.SessionUse
         ended_at=note.ended_s,
         reason=note.reason,
     )
-
-
-def _json(value: Reply) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -30,7 +30,7 @@ from magnitude_proxy.session import SessionRecord
 from magnitude_proxy.sessions import found, store_down, unknown_session
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.memory import NO_SESSION, NO_STEP
-from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
+from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface, json_response
 from magnitude_proxy.telemetry import SESSION_EVENTS
 from magnitude_proxy.wire.events import (
     STREAMS,
@@ -58,7 +58,7 @@ async def events(request: web.Request) -> web.StreamResponse:
     if request.content_type not in STREAMS:
         await feed.take(read_event(await read_body(request)))
         await feed.flush()
-        return web.Response(body=msgspec.json.encode(feed.receipt()), content_type="application/json")
+        return json_response(feed.receipt())
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise BadRequest("compressed bodies are not accepted; leave Content-Encoding out", code="unsupported_encoding")
     with surface.turnstile.entered("open event streams", salt, STREAMS_AT_ONCE):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
@@ -27,7 +26,7 @@ from magnitude_proxy.sessions import store_down
 from magnitude_proxy.store.branches import PREFIX
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.credit import KEPT, Fate, Feedback
-from magnitude_proxy.surface import SURFACE, Surface
+from magnitude_proxy.surface import SURFACE, Surface, json_response
 from magnitude_proxy.telemetry import FEEDBACK
 from magnitude_proxy.wire.replies import Reply
 from magnitude_proxy.wire.requests import SessionName, Wire, convert, decode_json
@@ -81,7 +80,7 @@ async def feedback(request: web.Request) -> web.Response:
         marked(surface, record.session)
     reason = _REJECTED.get(fate.outcome)
     reply = FeedbackReply(status="acknowledged") if reason is None else FeedbackReply(status="rejected", reason=reason)
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+    return json_response(reply)
 
 
 async def _keep(surface: Surface, record: SessionRecord, said: Feedback) -> Fate:

@@ -15,7 +15,7 @@ from magnitude_engine.errors import WorkerLost
 from magnitude_proxy.errors import ErrorDetail, NotFound, Unavailable
 from magnitude_proxy.routing.fallback import Dispatcher
 from magnitude_proxy.routing.policy import LOCAL
-from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
+from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface, json_response
 from magnitude_proxy.wire.replies import ModelsReply
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -88,31 +88,31 @@ def product_version() -> str:
 async def health(request: web.Request) -> web.Response:
     """A summary for people and clients; 503 when nothing can answer."""
     found = summary(request.app[SURFACE])
-    return _json(found, 200 if found.status in ("ok", "degraded") else 503)
+    return json_response(found, 200 if found.status in ("ok", "degraded") else 503)
 
 
 async def live(_: web.Request) -> web.Response:
     """200 as long as the event loop turns; needs no key."""
-    return _json(Live())
+    return json_response(Live())
 
 
 async def ready(request: web.Request) -> web.Response:
     """200 when some route can answer a request now, else 503."""
     surface = request.app[SURFACE]
     able = is_ready(surface)
-    return _json(Ready(status="ready" if able else _state(surface, _worker(surface))), 200 if able else 503)
+    return json_response(Ready(status="ready" if able else _state(surface, _worker(surface))), 200 if able else 503)
 
 
 async def models(request: web.Request) -> web.Response:
     """The list of models."""
     surface, only = request.app[SURFACE], request[EXCHANGE].upstream
-    return _json(ModelsReply(data=surface.catalogue.listed(await _found(surface, only), only)))
+    return json_response(ModelsReply(data=surface.catalogue.listed(await _found(surface, only), only)))
 
 
 async def model(request: web.Request) -> web.Response:
     """One model; raises NotFound."""
     surface, only = request.app[SURFACE], request[EXCHANGE].upstream
-    return _json(surface.catalogue.find(request.match_info["name"], await _found(surface, only), only))
+    return json_response(surface.catalogue.find(request.match_info["name"], await _found(surface, only), only))
 
 
 async def _found(surface: Surface, only: str | None) -> dict[str, tuple[str, ...]]:
@@ -133,7 +133,7 @@ async def cache(request: web.Request) -> web.Response:
     if worker is None:
         raise NotFound("this server has no local worker, so no cache of its own: upstreams answer", code="no_worker")
     try:
-        return _json(await worker.inspect())
+        return json_response(await worker.inspect())
     except WorkerLost as lost:
         raise Unavailable(lost.message, code=lost.code) from lost
 
@@ -230,7 +230,3 @@ def _warnings(surface: Surface, worker: WorkerHealth) -> list[str]:
         if word != "ok":
             found.append(f"upstream {name} is {word} after failures")
     return found
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")

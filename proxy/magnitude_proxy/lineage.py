@@ -20,22 +20,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from magnitude_engine import api
+from magnitude_proxy.bounded import keep
 from magnitude_proxy.identity import FINGERPRINT, MAIN_BRANCH, Identity, IdentityHints, fingerprint
 
 LOOK_BACK = 64
 MAX_TURNS = 20_000
 MAX_SAME = 8
 USED_ONCE = 2
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +141,7 @@ class Lineage:
             return msgspec.structs.replace(found, session=known.session, branch=branch, run=known.run)
         if known is not None:
             found = msgspec.structs.replace(found, session=known.session, run=known.run)
-        _keep(self._children, own, found, self.limit // 2)
+        keep(self._children, own, found, self.limit // 2)
         return found
 
     def _by_words(self, found: Identity, messages: Sequence[api.Message]) -> str:
@@ -159,7 +157,7 @@ class Lineage:
             hit = hit._replace(turns=[turn for turn in hit.turns if turn.start == start])
         session = known.latest if hit is None or not hit.turns else self._goes_on(hit, talk, start, known)
         known.latest = session
-        _keep(self._starts, start, known, self.limit // 2)
+        keep(self._starts, start, known, self.limit // 2)
         self._note(talk.whole, _Turn(session, start))
         return session
 
@@ -188,7 +186,7 @@ class Lineage:
         elif line.calls > 1 or _talk(found, hints.messages).whole != line.request:
             line.calls += 1
             line.root, line.before = found.session, 0
-        _keep(self._lines, found.session, line, self.limit // 2)
+        keep(self._lines, found.session, line, self.limit // 2)
         if line.before < USED_ONCE:
             return found
         run = line.root if found.run == found.session else found.run
@@ -227,7 +225,7 @@ class Lineage:
         turns = self._turns.get(mark, [])
         if not any(known.session == turn.session for known in turns):
             turns.append(turn)
-        _keep(self._turns, mark, turns[-MAX_SAME:], self.limit)
+        keep(self._turns, mark, turns[-MAX_SAME:], self.limit)
 
 
 def _talk(found: Identity, messages: Sequence[api.Message]) -> _Talk:
@@ -254,10 +252,3 @@ def _advice(ids: int) -> str:
         f"unstable-session-id: {ids} session ids in a row were used for one call each; send the same id with every "
         "call of a run, or none"
     )
-
-
-def _keep(known: OrderedDict[Key, Value], key: Key, value: Value, limit: int) -> None:
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > limit:
-        known.popitem(last=False)

@@ -16,7 +16,7 @@ from magnitude_engine.errors import WorkerLost
 from magnitude_proxy.chat import tenant_salt
 from magnitude_proxy.errors import NotFound, Unavailable
 from magnitude_proxy.sessions import found
-from magnitude_proxy.surface import SURFACE
+from magnitude_proxy.surface import SURFACE, json_response
 from magnitude_proxy.wire.replies import Reply
 
 ADVICE: dict[api.MissCause, str] = {
@@ -130,7 +130,7 @@ async def cache(request: web.Request) -> web.Response:
     except WorkerLost as lost:
         raise Unavailable(lost.message, code=lost.code) from lost
     reply = cache_reply(record.session, told)
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+    return json_response(reply)
 
 
 def cache_reply(session: str, told: api.SessionMisses) -> CacheReply:

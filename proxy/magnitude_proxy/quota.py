@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from magnitude_proxy.access import Key
 from magnitude_proxy.errors import RateLimited
+from magnitude_proxy.store.spending import DAY_S
 
-DAY_S = 86_400
 MINUTE_S = 60.0
 # A longer wait is not for a client's retries.
 PATIENCE_S = 60

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from magnitude_proxy.bounded import keep
+
 WINDOW_S = 60.0
 ADDRESSES = 4096
 KEYS = 1024
@@ -44,17 +46,10 @@ class Refusals:
 
     def count(self, address: str, key: str | None, now: float) -> None:
         """Notes a request that was looked at; see `wait_s`."""
-        caller = self._callers.get(address)
-        if caller is None:
-            caller = self._callers[address] = _Caller(now)
-            if len(self._callers) > ADDRESSES:
-                self._callers.popitem(last=False)
-        self._callers.move_to_end(address)
+        caller = self._callers.get(address) or _Caller(now)
+        keep(self._callers, address, caller, ADDRESSES)
         if key is not None:
-            caller.known[key] = None
-            caller.known.move_to_end(key)
-            if len(caller.known) > KEYS:
-                caller.known.popitem(last=False)
+            keep(caller.known, key, None, KEYS)
             return
         if now - caller.began >= WINDOW_S:
             caller.began, caller.refused = now, 0

@@ -23,7 +23,7 @@ from magnitude_proxy.middleware import read_body
 from magnitude_proxy.pruner import pruned, watched
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.responses import KeptResponse, KeptResponses
-from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
+from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface, json_response
 from magnitude_proxy.wire.requests import convert, decode_json
 
 
@@ -62,7 +62,7 @@ async def delete(request: web.Request) -> web.Response:
         raise _store_down() from error
     if not there:
         raise _unknown(name, "id")
-    return web.Response(body=msgspec.json.encode(Deleted(id=name)), content_type="application/json")
+    return json_response(Deleted(id=name))
 
 
 async def cancel(request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from magnitude_proxy.session import SessionRecord, State
 from magnitude_proxy.store.connection import StoreDown
 from magnitude_proxy.store.credit import Feedback, SessionView, credited
 from magnitude_proxy.store.pruned import Drop, Kind
-from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface
+from magnitude_proxy.surface import EXCHANGE, SURFACE, Surface, json_response
 from magnitude_proxy.wire.replies import Reply
 
 PAGE = 20
@@ -186,7 +186,7 @@ async def listed(request: web.Request) -> web.Response:
     ttl_s = surface.config.store.session_ttl_s
     data = tuple(_reply(record, ttl_s) for record in page.records)
     first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(SessionsReply(data=data, first_id=first, last_id=last, has_more=page.more))
+    return json_response(SessionsReply(data=data, first_id=first, last_id=last, has_more=page.more))
 
 
 async def shown(request: web.Request) -> web.Response:
@@ -202,7 +202,7 @@ async def shown(request: web.Request) -> web.Response:
     key = request[EXCHANGE].key
     limits = _limits(view.record, SessionLimits() if key is None else key.limits, surface.now())
     cache = _cache(await cached(surface, record))
-    return _json(_report(view, drops, surface.config.store.session_ttl_s, cache, limits))
+    return json_response(_report(view, drops, surface.config.store.session_ttl_s, cache, limits))
 
 
 async def deleted(request: web.Request) -> web.Response:
@@ -218,7 +218,7 @@ async def deleted(request: web.Request) -> web.Response:
     surface.sessions.prunings.forget(record.session)
     if surface.worker is not None:
         await surface.worker.tell(api.EndSession(tenant=tenant_salt(request), session=record.session))
-    return _json(DeletedReply(id=record.session))
+    return json_response(DeletedReply(id=record.session))
 
 
 async def found(request: web.Request) -> SessionRecord:
@@ -359,7 +359,3 @@ def _cache(uses: tuple[api.SessionUse, ...] | None) -> tuple[BranchCache, ...] |
         BranchCache(branch=u.branch, state=u.state, tokens=u.tokens, waits_for=u.tool or None, due_s=u.due_s)
         for u in uses
     )
-
-
-def _json(value: Reply) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

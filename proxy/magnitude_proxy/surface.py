@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
 from aiohttp import web
 
 from magnitude_engine import api
@@ -215,6 +216,11 @@ class Exchange:
     def upstream(self) -> str | None:
         """The only upstream that the key allows; None where it allows all."""
         return None if self.key is None else self.key.upstream
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    """Returns a response whose body is `value` as JSON."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 SURFACE: web.AppKey[Surface] = web.AppKey("surface", Surface)

@@ -14,7 +14,7 @@ from magnitude_engine import api
 from magnitude_proxy.chat import tenant_salt
 from magnitude_proxy.errors import BadRequest, NotFound, ProxyError, from_failed
 from magnitude_proxy.middleware import read_body
-from magnitude_proxy.surface import SURFACE
+from magnitude_proxy.surface import SURFACE, json_response
 from magnitude_proxy.telemetry import TOOLS_REGISTERED
 from magnitude_proxy.wire.conversation import read_tools
 from magnitude_proxy.wire.replies import Reply
@@ -74,7 +74,7 @@ async def tools(request: web.Request) -> web.Response:
     reply = ToolsReply(
         data=tuple(map(_tool, told.tools)), ignored_keywords=told.ignored, prefix="queued" if told.ahead else "off"
     )
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+    return json_response(reply)
 
 
 def read_registration(raw: bytes, salt: str) -> api.Register:

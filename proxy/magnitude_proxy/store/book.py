@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from magnitude_proxy.bounded import keep
 from magnitude_proxy.errors import Unavailable
 from magnitude_proxy.identity import session_ids, tenant_name
 from magnitude_proxy.store.branches import Branches, Change, changed
-from magnitude_proxy.store.connection import Command, StoreDown
+from magnitude_proxy.store.connection import Command, Link, StoreDown
 from magnitude_proxy.store.credit import Fate, Feedback, SessionView
 from magnitude_proxy.store.functions import (
     branches_call,
@@ -44,16 +45,6 @@ _INDEXED = 10_000
 
 
 Decide = Callable[[Branches], Change]
-
-
-class Link(Protocol):
-    """The way to the store."""
-
-    async def call(self, operation: str, *command: str | int | float | bytes) -> object:
-        """Returns the reply to a command; raises StoreDown."""
-
-    def tell(self, *command: str | int | float | bytes) -> None:
-        """Sends a command whose reply nobody needs, or drops it while the store is down."""
 
 
 class Page(NamedTuple):
@@ -101,10 +92,7 @@ class SessionBook:
         known = last is not None and record.epoch > 1 and 0 <= now - last < INDEX_EVERY_S
         if self._link is None or known:
             return
-        self._indexed[record.session] = now
-        self._indexed.move_to_end(record.session)
-        if len(self._indexed) > _INDEXED:
-            self._indexed.popitem(last=False)
+        keep(self._indexed, record.session, now, _INDEXED)
         key = _list_key(record.tenant)
         self._link.tell("ZADD", key, now, record.session)
         if 0 <= now - self._trimmed.get(record.tenant, -INDEX_EVERY_S) < INDEX_EVERY_S:

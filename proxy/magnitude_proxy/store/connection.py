@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import hiredis
@@ -31,7 +31,7 @@ from magnitude_engine.errors import ConfigError
 from magnitude_proxy.store.pipe import Pipe, StoreDown, settle
 from magnitude_proxy.telemetry import store_log
 
-__all__ = ["KNOCK_S", "STEADY_S", "Command", "StoreConnection", "StoreDown", "next_pause"]
+__all__ = ["KNOCK_S", "STEADY_S", "Command", "Link", "StoreConnection", "StoreDown", "next_pause"]
 
 CONNECT_S = 1.0
 KNOCK_S = 1.0
@@ -41,6 +41,16 @@ LATE_S = 0.002
 MIN_EXTRA_S = 0.01
 
 Command = tuple[str | int | float | bytes, ...]
+
+
+class Link(Protocol):
+    """What those who keep something in the store use of it; its operations are named for the metrics."""
+
+    async def call(self, operation: str, *command: str | int | float | bytes) -> object:
+        """Returns the reply to a command; raises StoreDown."""
+
+    def tell(self, *command: str | int | float | bytes) -> None:
+        """Sends a command whose reply nobody needs, or drops it while the store is down."""
 
 
 class StoreConnection:

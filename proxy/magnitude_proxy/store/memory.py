@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from magnitude_proxy.bounded import keep
 from magnitude_proxy.limits import NO_TERMS, Terms
 from magnitude_proxy.store.branches import Branches, Change, admit, changed
 from magnitude_proxy.store.credit import KEPT, Fate, Feedback, SessionView, StepNote, note, ordered
@@ -75,10 +76,7 @@ class MemoryStore:
         entry.record = record
         entry.advice = owner.advice or entry.advice
         token = f"memory.{nonce}.{record.epoch}"
-        entry.tokens[branch] = token
-        entry.tokens.move_to_end(branch)
-        if len(entry.tokens) > MAX_LEASES:
-            entry.tokens.popitem(last=False)
+        keep(entry.tokens, branch, token, MAX_LEASES)
         self._keep(session, entry)
         return Opened(token, record)
 
@@ -175,7 +173,4 @@ class MemoryStore:
         self._keep(record.session, _Entry(record, branches=None))
 
     def _keep(self, session: str, entry: _Entry) -> None:
-        self._entries[session] = entry
-        self._entries.move_to_end(session)
-        if len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
+        keep(self._entries, session, entry, self._limit)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
-from magnitude_proxy.store.connection import StoreDown
+from magnitude_proxy.bounded import keep
+from magnitude_proxy.store.connection import Link, StoreDown
 from magnitude_proxy.store.functions import session_key
 
 MAX_DROPS = 1_024
@@ -49,16 +50,6 @@ class Drop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: int
     counted: bool = False
     ahead: bool = False
-
-
-class Link(Protocol):
-    """The way to the store."""
-
-    async def call(self, operation: str, *command: str | int | float | bytes) -> object:
-        """Returns the reply to a command; raises StoreDown."""
-
-    def tell(self, *command: str | int | float | bytes) -> None:
-        """Sends a command whose reply nobody needs, or drops it while the store is down."""
 
 
 class Prunings:
@@ -113,11 +104,10 @@ class Prunings:
             self._link.tell("DEL", _key(session))
 
     def _remember(self, session: str, drops: tuple[Drop, ...]) -> None:
-        self._memory.pop(session, None)
         if drops:
-            self._memory[session] = drops
-        if len(self._memory) > MAX_SESSIONS:
-            self._memory.popitem(last=False)
+            keep(self._memory, session, drops, MAX_SESSIONS)
+        else:
+            self._memory.pop(session, None)
 
 
 def distinct(drops: Sequence[Drop]) -> tuple[Drop, ...]:

@@ -15,11 +15,10 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
-from magnitude_proxy.store.connection import StoreDown
+from magnitude_proxy.store.connection import Link, StoreDown
 
 # A command this long still takes the store a few milliseconds only.
 MAX_BYTES = 1024 * 1024
@@ -34,13 +33,6 @@ class KeptResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     body: bytes
     conversation: bytes
-
-
-class Link(Protocol):
-    """The way to the store."""
-
-    async def call(self, operation: str, *command: str | int | float | bytes) -> object:
-        """Returns the reply to a command; raises StoreDown."""
 
 
 class KeptResponses:

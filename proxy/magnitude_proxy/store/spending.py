@@ -7,21 +7,9 @@ While the store is away this process counts what it has seen itself.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from magnitude_proxy.store.connection import StoreDown
+from magnitude_proxy.store.connection import Link, StoreDown
 
 DAY_S = 86_400
-
-
-class Link(Protocol):
-    """The way to the store."""
-
-    async def call(self, operation: str, *command: str | int | float | bytes) -> object:
-        """Returns the reply to a command; raises StoreDown."""
-
-    def tell(self, *command: str | int | float | bytes) -> None:
-        """Sends a command whose reply nobody needs, or drops it while the store is down."""
 
 
 class Spending:
