@@ -145,20 +145,22 @@ def _attend(
 ) -> None:
     """Attends over all keys in blocks and parts, as a step does for one row."""
     state_bytes = (attend.STATE + size) * 4
-    turned = space
-    wide = turned + attend.BLOCK * size * 4
-    scores, padded = wide + attend.BLOCK * size * 4, wide + attend.BLOCK * size * 4 + 3 * attend.BLOCK * 4
+    laid = space
+    scores = laid + attend.BLOCK * (size + 2) * 4
+    padded = scores + 3 * attend.BLOCK * 4
     states = padded + attend.BLOCK * 8
     totals = states + group * state_bytes
     for n in range(group):
         attend.empty(totals + n * state_bytes, size)
+    for n in range(group):
+        rows.code_head(query + n * size * 4, size, np.float32(min(32767, (1 << 19) // size - 1)))
     for part in range(0, count, attend.PART):
         for n in range(group):
             attend.empty(states + n * state_bytes, size)
         for start in range(part, min(part + attend.PART, count), attend.BLOCK):
             seen = min(attend.BLOCK, count - start)
-            attend.lay(keys, values, slots + start * 8, seen, row, size, turned, wide, padded)
-            attend.attend_block(query, size * 4, group, seen, size, turned, wide, states, scores)
+            attend.lay(keys, values, slots + start * 8, seen, row, size, laid, padded)
+            attend.attend_block(query, size * 4, group, seen, size, laid, states, scores)
         for n in range(group):
             attend.merge(totals + n * state_bytes, states + n * state_bytes, size)
     for n in range(group):
@@ -174,16 +176,18 @@ def test_attention_over_scattered_slots_is_softmax(group: int, size: int) -> Non
         slots = GENERATOR.permutation(700)[:count].astype(np.int64)
         keys[slots], values[slots] = torch.randn(count, 2, size).bfloat16(), torch.randn(count, 2, size).bfloat16()
         query, out = random(group, size) / np.float32(size**0.5), np.empty((group, size), np.float32)
-        space = np.zeros(64 * size + 200 + 2 * group * (8 + size), np.float32)
+        codes = query.copy()
+        space = np.zeros(attend.BLOCK * (size + 7) + 2 * group * (8 + size), np.float32)
         _attend(
-            query.ctypes.data, group, count, keys.data_ptr() + size * 2, values.data_ptr() + size * 2,
+            codes.ctypes.data, group, count, keys.data_ptr() + size * 2, values.data_ptr() + size * 2,
             slots.ctypes.data, 2 * size * 2, size, space.ctypes.data, out.ctypes.data,
         )  # fmt: skip
         found, held = keys[slots, 1].double().numpy(), values[slots, 1].double().numpy()
         score = query.astype(np.float64) @ found.T
-        share = np.exp(score - score.max(-1, keepdims=True))
+        share = np.exp2(score - score.max(-1, keepdims=True))
         expected = share / share.sum(-1, keepdims=True) @ held
-        assert np.abs(out - expected).max() < 2e-6 * max(1.0, np.abs(expected).max()), count
+        print(size, group, count, np.abs(out - expected).max() / max(1.0, np.abs(expected).max()))
+        assert np.abs(out - expected).max() < 2e-4 * max(1.0, np.abs(expected).max()), count
 
 
 @compiled

@@ -224,7 +224,7 @@ class PackedModel:
             coded=take("coded", rows, groups * CODED_GROUP // 4).view(np.uint8),
             y=take("y", rows, widest),
             states=take("states", rows if parts > 1 else 1, parts, c.heads, state),
-            blocks=take("blocks", threads, 2, attend.BLOCK * c.head_dim),
+            blocks=take("blocks", threads, attend.BLOCK * (c.head_dim + 2)),
             totals=take("totals", threads, 2, frame.TILE, c.heads // c.kv_heads, state),
             scores=take("scores", threads, 3 * attend.BLOCK),
             padded=np.zeros((threads, attend.BLOCK), np.int64),

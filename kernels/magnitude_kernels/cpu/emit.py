@@ -28,6 +28,10 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Cephes' expf: exp(r) = 1 + r + r² * polynomial(r) for |r| <= ln 2 / 2, within two units in the last place.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LEAST, _MOST = -87.0, 88.0
+# 2 to the power of r for |r| <= 1/2 within 8e-8, by weighted least squares.
+_POWER = (1.3276471525e-3, 9.6755413307e-3, 5.5507132749e-2, 2.4022119724e-1, 6.9314696706e-1, 1.0000000717)
+# Added to a number below 2 to the power of 22 it leaves the nearest whole number in the lowest bits.
+_WHOLE = 12582912.0
 
 # LLVM makes several instructions of what processors with AVX2 have one for.
 _HAS_PAIR_SUMS = binding.get_host_cpu_features().get("avx2", False)
@@ -116,6 +120,10 @@ class Emitter:
         """Returns the larger of two in each lane."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def larger(self, a: Value, b: Value) -> Value:
+        """Returns the larger of two signed whole numbers in each lane."""
+        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
+
     def nearest(self, a: Value) -> Value:
         """Returns the nearest whole numbers, ties to even."""
         return self._call("llvm.rint.v8f32", a)
@@ -124,10 +132,18 @@ class Emitter:
         """Returns a without its sign."""
         return self._call("llvm.fabs.v8f32", a)
 
+    def upper_halves(self, address: Value) -> Value:
+        """Returns eight 16-bit words as the upper halves of 32-bit words."""
+        bits = self.builder.zext(self.load(address, ir.VectorType(INT16, LANES)), WIDE)
+        return self.builder.shl(bits, self.integers(16))
+
     def widen_bfloat16(self, address: Value) -> Value:
         """Returns eight bfloat16 as float32."""
-        bits = self.builder.zext(self.load(address, ir.VectorType(INT16, LANES)), WIDE)
-        return self.builder.bitcast(self.builder.shl(bits, self.integers(16)), VECTOR)
+        return self.builder.bitcast(self.upper_halves(address), VECTOR)
+
+    def rounded_bits(self, value: Value, factor: Value) -> Value:
+        """Returns value * factor, below 2 to the power of 15, rounded to whole numbers in the lower halves of words."""
+        return self.builder.bitcast(self.fma(value, factor, self.number(_WHOLE)), WIDE)
 
     def widen_half(self, address: Value) -> Value:
         """Returns eight float16 as float32."""
@@ -155,6 +171,18 @@ class Emitter:
         result = b.fadd(self.fma(result, b.fmul(rest, rest), rest), self.number(1.0))
         exponent = b.add(b.fptosi(whole, WIDE), self.integers(127))
         return b.fmul(result, b.bitcast(b.shl(exponent, self.integers(23)), VECTOR))
+
+    def power(self, x: Value) -> Value:
+        """Returns 2 to the power of x for x <= 0; what is under -126 counts as -126."""
+        b = self.builder
+        x = self.largest(x, self.number(-126.0))
+        whole = self.nearest(x)
+        rest = b.fsub(x, whole)
+        result = self.number(_POWER[0])
+        for coefficient in _POWER[1:]:
+            result = self.fma(result, rest, self.number(coefficient))
+        raised = b.add(b.bitcast(result, WIDE), b.shl(b.fptosi(whole, WIDE), self.integers(23)))
+        return b.bitcast(raised, VECTOR)
 
     def fold(self, vector: Value, join: Callable[[Value, Value], Value]) -> Value:
         """Returns `join` over all lanes, in all lanes: halves with halves, so in one order."""

@@ -114,16 +114,18 @@ def _queries(f: Any, layer: int, counters: int) -> None:
 
 @compiled
 def _place(f: Any, layer: int, thread: int, threads: int) -> None:
-    """Turns queries and keys by their positions, scales the queries, writes keys and values to the cache."""
+    """Turns queries and keys by their positions, scales and codes the queries, writes keys and values to the cache."""
     head_bytes, width = f.size * 4, f.kv_heads * f.size
     first_key = _width(_matrix(f, layer, Q)) * 4
     first_value = first_key + _width(_matrix(f, layer, K)) * 4
-    scale = np.float32(1.0) / np.sqrt(np.float32(f.size))
+    scale = np.float32(np.log2(np.e)) / np.sqrt(np.float32(f.size))
+    most_code = np.float32(min(32767, (1 << (31 - attend.CODE_BITS)) // f.size - 1))
     for row in range(thread, f.rows, threads):
         y, position = f.y + row * f.y_row, number(f.positions, row)
         cosine, sine = f.cosine + position * head_bytes, f.sine + position * head_bytes
         for head in range(f.heads):
             rows.turn(y + head * head_bytes, cosine, sine, f.size, scale)
+            rows.code_head(y + head * head_bytes, f.size, most_code)
         for head in range(f.kv_heads):
             rows.turn(y + first_key + head * head_bytes, cosine, sine, f.size, np.float32(1.0))
         offset = number(f.slots, row) * width * 2
@@ -187,8 +189,7 @@ def _part(f: Any, layer: int, tile: int, head: int, part: int, thread: int, stat
     size, group = f.size, f.heads // f.kv_heads
     row_bytes, state_bytes = f.kv_heads * size * 2, (attend.STATE + size) * 4
     keys, values = number(f.keys, layer) + head * size * 2, number(f.values, layer) + head * size * 2
-    turned = f.blocks + thread * 2 * attend.BLOCK * size * 4
-    wide, padded = turned + attend.BLOCK * size * 4, f.padded + thread * attend.BLOCK * 8
+    laid_out, padded = f.blocks + thread * attend.BLOCK * (size + 2) * 4, f.padded + thread * attend.BLOCK * 8
     scores = f.scores + thread * 3 * attend.BLOCK * 4
     for row in range(count):
         for n in range(group):
@@ -204,10 +205,10 @@ def _part(f: Any, layer: int, tile: int, head: int, part: int, thread: int, stat
                 at = number(f.own, 2 * row + 1) + start - number(f.own, 2 * row) if mine else begin + start
                 held = seen if mine else min(attend.BLOCK, known - start)
                 slots = f.sequence_slots + at * 8
-                attend.lay(keys, values, slots, held, row_bytes, size, turned, wide, padded)
+                attend.lay(keys, values, slots, held, row_bytes, size, laid_out, padded)
                 laid = not mine
             query, state = f.y + row * f.y_row + head * group * size * 4, states + (row - first) * state_row
-            attend.attend_block(query, size * 4, group, seen, size, turned, wide, state, scores)
+            attend.attend_block(query, size * 4, group, seen, size, laid_out, state, scores)
 
 
 @compiled

@@ -85,7 +85,7 @@ class Space(NamedTuple):
         coded: bytes [rows, groups of the widest input, CODED_GROUP]: the same as `rows.code` writes it.
         y: float32 [rows, widest output]: q, k and v; gate, up and what they gave.
         states: float32 [rows, parts, heads, STATE + head_dim]; one part where rows are many.
-        blocks: float32 [threads, 2, BLOCK * head_dim]: a block's keys and values, laid out.
+        blocks: float32 [threads, BLOCK * (head_dim + 2)]: a block that is laid out (`attend`).
         totals: float32 [threads, 2, TILE, heads per key head, STATE + head_dim].
         scores: float32 [threads, 3 * BLOCK].
         padded: int64 [threads, BLOCK].

@@ -98,6 +98,26 @@ def _write_code(e: Emitter, x: Value, out: Value, count: Value) -> None:
     e.loop(b.udiv(count, e.index(GROUP)), 1, [], group_of)
 
 
+def _write_code_head(e: Emitter, x: Value, size: Value, most_code: Value) -> None:
+    b = e.builder
+
+    def measure(at: Value, most: list[Value]) -> list[Value]:
+        return [e.largest(e.magnitude(e.vector(e.at(x, e.times(at, 4)))), most[0])]
+
+    most = e.fold(e.loop(size, LANES, [e.number(0.0)], measure)[0], e.largest)
+    limit = e.spread(most_code)
+    some = b.fcmp_ordered(">", most, e.number(1e-30))
+    inverse = b.select(some, b.fdiv(limit, most), e.number(0.0))
+
+    def body(at: Value, _: list[Value]) -> list[Value]:
+        codes = e.rounded_bits(e.vector(e.at(x, e.times(at, 4))), inverse)
+        e.store(b.trunc(codes, ir.VectorType(INT16, LANES)), e.at(x, e.times(at, 2)))
+        return []
+
+    e.loop(size, LANES, [], body)
+    e.store(e.first(b.fdiv(most, limit)), e.at(x, e.times(size, 2)))
+
+
 def _write_turn(e: Emitter, x: Value, cosine: Value, sine: Value, size: Value, factor: Value) -> None:
     b, scale = e.builder, e.spread(factor, _NARROW_LANES)
     half = b.udiv(size, e.index(2))
@@ -126,6 +146,9 @@ narrow = _for_each(_write_narrow, 2)
 # x, out, count: writes a row in groups of 32: int16 codes, the float32 factor that makes values of them, and the
 # values' sum.
 code = written("aaa", _write_code)
+# x, size, largest code: writes a head of float32 over itself as int16 codes and, behind them, the float32 factor that
+# makes values of them.
+code_head = written("aaf", _write_code_head)
 # h, weight, out, count, epsilon: writes h / sqrt(mean(h²) + epsilon) * weight.
 norm = written("aaaaf", _write_norm)
 # x, cosine, sine, size, factor: turns a head of `size` dimensions by its position and scales it, in place; the first
