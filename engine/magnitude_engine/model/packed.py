@@ -21,7 +21,8 @@ from magnitude_engine.model.decoder import Embedding
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.pointwise import Rotary
 from magnitude_engine.model.weights import Checkpoint, LlamaConfig, Matrix
-from magnitude_kernels.cpu import attend, forward, frame, product
+from magnitude_kernels.cpu import attend, forward, frame, lay, product
+from magnitude_kernels.cpu.emit import LANES
 from magnitude_kernels.cpu.rows import CODED_GROUP, GROUP
 from magnitude_kernels.cpu.threads import Team
 
@@ -118,7 +119,7 @@ def arrange(batch: StepBatch) -> Arranged:
             tiles.append((first, count, begin, known, int(positions[first : first + count].max())))
         begin += known
         for row, path in _paths(sequence, mine[:known], mine[known:]):
-            own[row] = known // attend.BLOCK * attend.BLOCK, begin
+            own[row] = known // lay.BLOCK * lay.BLOCK, begin
             slots.append(path)
             begin += len(path)
     return Arranged(np.concatenate(slots), np.array(tiles, np.int64), own)
@@ -132,7 +133,7 @@ def _slots(sequence: SequenceRows) -> frame.Indices:
 
 def _paths(sequence: SequenceRows, known: frame.Indices, nodes: frame.Indices) -> Iterator[tuple[int, frame.Indices]]:
     """Yields the rows of a draft tree with the slots of all that they see from the last whole block on."""
-    shared = known[len(known) // attend.BLOCK * attend.BLOCK :]
+    shared = known[len(known) // lay.BLOCK * lay.BLOCK :]
     first = sequence.start + sequence.count - len(sequence.parents)
     paths: list[list[int]] = []
     for node, parent in enumerate(sequence.parents):
@@ -224,10 +225,10 @@ class PackedModel:
             coded=take("coded", rows, groups * CODED_GROUP // 4).view(np.uint8),
             y=take("y", rows, widest),
             states=take("states", rows if parts > 1 else 1, parts, c.heads, state),
-            blocks=take("blocks", threads, attend.BLOCK * (c.head_dim + 2)),
+            blocks=take("blocks", threads, lay.BLOCK * (c.head_dim + 2)),
             totals=take("totals", threads, 2, frame.TILE, c.heads // c.kv_heads, state),
-            scores=take("scores", threads, 3 * attend.BLOCK),
-            padded=np.zeros((threads, attend.BLOCK), np.int64),
+            scores=take("scores", threads, 3 * lay.BLOCK),
+            padded=np.zeros((threads, LANES), np.int64),
             hidden=hidden,
             logits=logits,
         )

@@ -21,7 +21,7 @@ INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 WIDE = ir.VectorType(INT32, LANES)
-PAIRS = ir.VectorType(INT16, 2 * LANES)
+SHORTS, PAIRS = ir.VectorType(INT16, LANES), ir.VectorType(INT16, 2 * LANES)
 
 _LOG2E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -67,6 +67,14 @@ class Emitter:
     def vector(self, address: Value) -> Value:
         """Returns the eight float32 at an address."""
         return self.load(address, VECTOR)
+
+    def prefetch(self, address: Value) -> None:
+        """Has the line of memory at an address brought into the cache, while other work goes on."""
+        pointer = INT8.as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [pointer, INT32, INT32, INT32])
+        function = cgutils.get_or_insert_function(self.builder.module, signature, "llvm.prefetch.p0i8")
+        how = [ir.Constant(INT32, value) for value in (0, 3, 1)]
+        self.builder.call(function, [self.builder.inttoptr(address, pointer), *how])
 
     def store(self, value: Value, address: Value) -> None:
         """Writes a value to an address, aligned or not."""
@@ -134,7 +142,7 @@ class Emitter:
 
     def upper_halves(self, address: Value) -> Value:
         """Returns eight 16-bit words as the upper halves of 32-bit words."""
-        bits = self.builder.zext(self.load(address, ir.VectorType(INT16, LANES)), WIDE)
+        bits = self.builder.zext(self.load(address, SHORTS), WIDE)
         return self.builder.shl(bits, self.integers(16))
 
     def widen_bfloat16(self, address: Value) -> Value:
@@ -155,7 +163,7 @@ class Emitter:
         bits = b.bitcast(value, WIDE)
         odd = b.and_(b.lshr(bits, self.integers(16)), self.integers(1))
         rounded = b.add(b.add(bits, self.integers(0x7FFF)), odd)
-        self.store(b.trunc(b.lshr(rounded, self.integers(16)), ir.VectorType(INT16, LANES)), address)
+        self.store(b.trunc(b.lshr(rounded, self.integers(16)), SHORTS), address)
 
     def exp(self, x: Value) -> Value:
         """Returns e to the power of x; what is under -87 counts as -87."""

@@ -14,10 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from magnitude_kernels.cpu import attend, rows
+from magnitude_kernels.cpu import attend, lay, rows
 from magnitude_kernels.cpu.compiled import compiled
-from magnitude_kernels.cpu.emit import number
-from magnitude_kernels.cpu.frame import COUNTERS, DOWN, GATE, MATRICES, MATRIX_BYTES, OUT, SPLIT_COUNTER, UP, K, Q, V
+from magnitude_kernels.cpu.emit import LANES, number
+from magnitude_kernels.cpu.frame import (
+    COUNTERS,
+    DOWN,
+    GATE,
+    MANY_PARTS,
+    MATRICES,
+    MATRIX_BYTES,
+    OUT,
+    SPLIT_COUNTER,
+    UP,
+    K,
+    Q,
+    V,
+)
 from magnitude_kernels.cpu.product import CHUNK, OUTPUTS, multiply, multiply_blocks, takes_codes
 from magnitude_kernels.cpu.threads import meet, take
 
@@ -119,7 +132,7 @@ def _place(f: Any, layer: int, thread: int, threads: int) -> None:
     first_key = _width(_matrix(f, layer, Q)) * 4
     first_value = first_key + _width(_matrix(f, layer, K)) * 4
     scale = np.float32(np.log2(np.e)) / np.sqrt(np.float32(f.size))
-    most_code = np.float32(min(32767, (1 << (31 - attend.CODE_BITS)) // f.size - 1))
+    most_code = np.float32(min(32767, (1 << (31 - lay.CODE_BITS)) // f.size - 1))
     for row in range(thread, f.rows, threads):
         y, position = f.y + row * f.y_row, number(f.positions, row)
         cosine, sine = f.cosine + position * head_bytes, f.sine + position * head_bytes
@@ -135,16 +148,21 @@ def _place(f: Any, layer: int, thread: int, threads: int) -> None:
 
 @compiled
 def _attend(f: Any, layer: int, counter: int, thread: int) -> None:
-    """Attends tile by tile and key head by key head; where rows are few, part by part too."""
-    item, at = take(counter, 1), 0
+    """Attends tile by tile and key head by key head; where rows are few, part by part too.
+
+    A thread takes all heads of a part, which lie together, once there are enough parts for all threads.
+    """
+    at, step = 0, f.kv_heads if f.parts >= MANY_PARTS else 1
+    item = take(counter, step)
     for n in range(f.tiles):
         tile = f.tile + n * 5 * 8
         parts = number(tile, 4) // attend.PART + 1
         here = f.kv_heads * (parts if f.parts > 1 else 1)
         while item < at + here:
-            head, part = (item - at) % f.kv_heads, (item - at) // f.kv_heads
-            _item(f, layer, tile, head, part if f.parts > 1 else -1, thread)
-            item = take(counter, 1)
+            for each in range(item - at, item - at + step):
+                head, part = each % f.kv_heads, each // f.kv_heads
+                _item(f, layer, tile, head, part if f.parts > 1 else -1, thread)
+            item = take(counter, step)
         at += here
 
 
@@ -189,23 +207,23 @@ def _part(f: Any, layer: int, tile: int, head: int, part: int, thread: int, stat
     size, group = f.size, f.heads // f.kv_heads
     row_bytes, state_bytes = f.kv_heads * size * 2, (attend.STATE + size) * 4
     keys, values = number(f.keys, layer) + head * size * 2, number(f.values, layer) + head * size * 2
-    laid_out, padded = f.blocks + thread * attend.BLOCK * (size + 2) * 4, f.padded + thread * attend.BLOCK * 8
-    scores = f.scores + thread * 3 * attend.BLOCK * 4
+    laid_out, padded = f.blocks + thread * lay.BLOCK * (size + 2) * 4, f.padded + thread * LANES * 8
+    scores = f.scores + thread * 3 * lay.BLOCK * 4
     for row in range(count):
         for n in range(group):
             attend.empty(states + row * state_row + n * state_bytes, size)
-    for start in range(part * attend.PART, min((part + 1) * attend.PART, number(tile, 4) + 1), attend.BLOCK):
+    for start in range(part * attend.PART, min((part + 1) * attend.PART, number(tile, 4) + 1), lay.BLOCK):
         laid = False
         for row in range(first, first + count):
-            seen = min(attend.BLOCK, number(f.positions, row) + 1 - start)
+            seen = min(lay.BLOCK, number(f.positions, row) + 1 - start)
             if seen <= 0:
                 continue
             mine = start >= number(f.own, 2 * row)
             if mine or not laid:
                 at = number(f.own, 2 * row + 1) + start - number(f.own, 2 * row) if mine else begin + start
-                held = seen if mine else min(attend.BLOCK, known - start)
+                held = seen if mine else min(lay.BLOCK, known - start)
                 slots = f.sequence_slots + at * 8
-                attend.lay(keys, values, slots, held, row_bytes, size, laid_out, padded)
+                lay.lay(keys, values, slots, held, 0 if head else row_bytes, row_bytes, size, laid_out, padded)
                 laid = not mine
             query, state = f.y + row * f.y_row + head * group * size * 4, states + (row - first) * state_row
             attend.attend_block(query, size * 4, group, seen, size, laid_out, state, scores)

@@ -20,6 +20,8 @@ SPLIT_COUNTER = 7
 TILE = 32
 # Up to so many rows, the parts of a row's context go to several threads.
 SPLIT_ROWS = 16
+# From so many parts on a thread takes all key heads of one at a time.
+MANY_PARTS = 6
 
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
@@ -85,10 +87,10 @@ class Space(NamedTuple):
         coded: bytes [rows, groups of the widest input, CODED_GROUP]: the same as `rows.code` writes it.
         y: float32 [rows, widest output]: q, k and v; gate, up and what they gave.
         states: float32 [rows, parts, heads, STATE + head_dim]; one part where rows are many.
-        blocks: float32 [threads, BLOCK * (head_dim + 2)]: a block that is laid out (`attend`).
+        blocks: float32 [threads, BLOCK * (head_dim + 2)]: a block that is laid out (`lay`).
         totals: float32 [threads, 2, TILE, heads per key head, STATE + head_dim].
         scores: float32 [threads, 3 * BLOCK].
-        padded: int64 [threads, BLOCK].
+        padded: int64 [threads, 8].
         hidden: float32 [wanted, hidden].
         logits: float32 [wanted, vocabulary rounded up to whole blocks].
     """

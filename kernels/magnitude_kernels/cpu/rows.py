@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from magnitude_kernels.cpu.emit import FLOAT, INT16, LANES, WIDE, Emitter, Value, written
+from magnitude_kernels.cpu.emit import FLOAT, LANES, SHORTS, WIDE, Emitter, Value, written
 
 # Inputs that share a factor in a coded row, the bytes of such a group, and the greatest code.
 GROUP = 32
@@ -89,7 +89,7 @@ def _write_code(e: Emitter, x: Value, out: Value, count: Value) -> None:
         inverse = b.select(some, b.fdiv(e.number(_LARGEST), most), e.number(0.0))
         for n, value in enumerate(values):
             codes = b.fptosi(e.nearest(b.fmul(value, inverse)), WIDE)
-            e.store(b.trunc(codes, ir.VectorType(INT16, LANES)), e.at(target, 2 * LANES * n))
+            e.store(b.trunc(codes, SHORTS), e.at(target, 2 * LANES * n))
         # The sum is that of the values, so that what is not finite shows in every product.
         e.store(e.first(factor), e.at(target, 2 * GROUP))
         e.store(e.first(e.fold(total, b.fadd)), e.at(target, 2 * GROUP + 4))
@@ -111,7 +111,7 @@ def _write_code_head(e: Emitter, x: Value, size: Value, most_code: Value) -> Non
 
     def body(at: Value, _: list[Value]) -> list[Value]:
         codes = e.rounded_bits(e.vector(e.at(x, e.times(at, 4))), inverse)
-        e.store(b.trunc(codes, ir.VectorType(INT16, LANES)), e.at(x, e.times(at, 2)))
+        e.store(b.trunc(codes, SHORTS), e.at(x, e.times(at, 2)))
         return []
 
     e.loop(size, LANES, [], body)
