@@ -17,10 +17,10 @@ depth, and it sees the known tokens and the nodes above it:
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 
@@ -112,7 +112,15 @@ class KeyValueCache:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros; on CPU in memory that the system gives only when it is written, unlike `torch.zeros`."""
+    """Returns zeros; on CPU in memory that the system gives only when it is written, unlike `torch.zeros`.
+
+    It is given in small pieces: with huge pages the first token of a sequence would take 2 MiB in every layer, which on
+    machines that hand free memory back to a host lasts seconds.
+    """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Only Linux has huge pages that come unasked.
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(size)
