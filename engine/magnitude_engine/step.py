@@ -64,7 +64,7 @@ class Verified(NamedTuple):
 
     sequence: Sequence
     draft: DraftTree
-    drawn: tuple[Drawn, ...]
+    drawn: Sequences[Drawn]
 
 
 def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:

@@ -15,7 +15,6 @@ noise of sampling is keyed by position, so the order and company in which this h
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
-from itertools import islice
 
 import torch
 
@@ -24,7 +23,7 @@ from magnitude_engine import telemetry as names
 from magnitude_engine.ahead import PrefillAhead
 from magnitude_engine.calibrate import rule
 from magnitude_engine.config import EngineConfig
-from magnitude_engine.decode.sample import Drawn, draw
+from magnitude_engine.decode.sample import Drawn, drawn_in_parts
 from magnitude_engine.drafters.chain import Pass
 from magnitude_engine.errors import BranchEnded, EngineError, MagnitudeError, NumericFailure
 from magnitude_engine.gauges import record
@@ -260,14 +259,13 @@ class Stepper:
         groups = [(self._choices(w.sequence), w.draft) for w in work if not w.sequence.missing]
         drawing = [(choice, draft) for choices, draft in groups for choice in choices]
         rows, specs = rows_to_draw(groups)
-        with torch.inference_mode():
-            if len(rows) > logits.shape[0]:
-                logits = logits[rows]
-            drawn = iter(draw(logits, specs))
+        if len(rows) > logits.shape[0]:
+            logits = logits[rows]
+        parts = drawn_in_parts(logits, specs, [1 + len(draft) for _, draft in drawing])
         for sequence in {choice.order.arrival: choice for choice, _ in drawing if choice.width > 1}.values():
             self._seats.fork(sequence, self._choices(sequence)[1:])
             sequence.width = 1
-        return [Verified(choice, draft, tuple(islice(drawn, 1 + len(draft)))) for choice, draft in drawing]
+        return [Verified(choice, draft, drawn) for (choice, draft), drawn in zip(drawing, parts, strict=True)]
 
     def _choices(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Returns the choices whose next token is drawn from this sequence's logits."""

@@ -128,6 +128,8 @@ def _row(row: torch.Tensor, cut: _Cut, mask: torch.Tensor | None) -> int:
     """Returns the token of one row, or NO_TOKEN."""
     if not all(math.isfinite(extreme.item()) for extreme in row.aminmax()):
         return NO_TOKEN
+    if mask is None and cut.temperature == 0:
+        return int(row.argmax().item())
     tokens = torch.arange(row.numel(), device=row.device)
     if mask is not None:
         tokens = tokens[allowed(mask, row.numel())]

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from magnitude_engine import api
-from magnitude_engine.decode.sample import Drawn, RowSpec, check_sampling, draw
+from magnitude_engine.decode.sample import Drawn, RowSpec, check_sampling, draw, drawn_in_parts
 from magnitude_engine.errors import RequestError
 from magnitude_kernels.sample import noise
 
@@ -292,3 +292,26 @@ def test_a_wrong_number_of_rows_is_refused() -> None:
     assert draw(torch.zeros(0, 5), []) == []
     with pytest.raises(ValueError, match="2 rows"):
         draw(torch.zeros(1, 5), [row(), row()])
+
+
+@pytest.mark.parametrize("vocab", [7, 64, 100, 4096, 49152])
+def test_confidence_is_entropy_and_the_lead_of_the_likeliest(vocab: int) -> None:
+    logits = 3 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
+    # The two likeliest in one group, in two groups, and equal ones.
+    logits[0, [1, 2]] = torch.tensor([20.0, 19.5])
+    logits[1, [1, vocab - 1]] = torch.tensor([20.0, 19.5])
+    logits[2, [3, 4]] = 20.0
+    for values, drawn in zip(logits, draw(logits, [replace(row(), confidence=True)] * 3), strict=True):
+        exact = values.double().softmax(0)
+        first, second = exact.topk(2).values.tolist()
+        assert drawn.confidence == pytest.approx((-(exact * exact.log()).sum().item(), first - second), abs=2e-4)
+
+
+def test_rows_drawn_one_by_one_are_those_drawn_together() -> None:
+    logits = torch.randn(6, 50)
+    rows = [row(position=at, temperature=at % 2, seed=at, logprobs=2) for at in range(6)]
+    parts = drawn_in_parts(logits, rows, [1, 3, 2])
+    assert [len(part) for part in parts] == [1, 3, 2]
+    assert [part[at] for part in parts for at in reversed(range(len(part)))] == [
+        draw(logits, rows)[at] for at in (0, 3, 2, 1, 5, 4)
+    ]
