@@ -177,7 +177,7 @@ def confidence(row: torch.Tensor) -> Confidence:
     (first, second), (group, _) = (found.tolist() for found in groups.amax(1).topk(2))
     beside = groups[int(group)].topk(2).values[-1].item() if groups.shape[1] > 1 else 0.0
     # log p = x - max(x) + log(max p), of which the entropy is the mean.
-    entropy = row.amax().item() - math.log(first) - torch.dot(probabilities, row).item()
+    entropy = -math.log(first) - torch.dot(probabilities, row - row.amax()).item()
     return Confidence(max(entropy, 0.0), first - max(second, beside))
 
 
