@@ -28,6 +28,7 @@ from magnitude_engine.draft.proposer import PredictionProposer, Proposer, Suffix
 from magnitude_engine.draft.record import Decision
 from magnitude_engine.draft.runs import PastRuns
 from magnitude_engine.draft.tree import DraftTree, common, merge
+from magnitude_engine.draft.turn import Turn
 from magnitude_engine.draft.vote import Limits
 from magnitude_engine.drafters.chain import FEW_ROWS, Chain, Drafter, Pace, grow
 from magnitude_engine.kv.retention import SessionKey
@@ -119,6 +120,7 @@ class Speculation:
         self._active: dict[Order, _Proposers] = {}
         self._kept: OrderedDict[SessionKey, SuffixProposer] = OrderedDict()
         self._drafts: dict[Order, _Draft] = {}
+        self._turns: dict[str, Turn] = {}
         self._seconds: dict[str, float] = {}
         self._shares: list[Share] = []
 
@@ -176,6 +178,7 @@ class Speculation:
 
     def _begun(self, work: Work) -> _Draft:
         sequence = work.sequence
+        sequence.drafting.watched = False
         room = min(sequence.room, self._context - len(sequence.tokens)) - 1
         return _Draft(work, max(room, 0) if sequence.prepared.generate.preferences.speculation else 0)
 
@@ -196,14 +199,22 @@ class Speculation:
     def _compute(self, drafter: Drafter, drafts: Sequence[_Draft], stage: Stage) -> None:
         """Lets a proposer compute where that is worth it."""
         ready = [draft for draft in drafts if draft.work.rows <= FEW_ROWS and draft.work.sequence.output]
+        if not ready:
+            return
+        turn = self._turns.setdefault(drafter.name, Turn())
+        for draft in ready:
+            draft.work.sequence.drafting.watched |= turn.watches
+        if not turn.considers:
+            turn.take(drafted=False)
+            return
         chains = [
             Chain(draft.work.sequence, draft.work.lease, _signs(draft.work.sequence), draft.room, draft.covered)
             for draft in ready
         ]
         for draft in ready:
-            draft.considered = draft.work.sequence.drafting.watched = True
-        if chains:
-            self._seconds[drafter.name] = grow(drafter, chains, Pace(self.rule, stage, self._clock))
+            draft.considered = True
+        self._seconds[drafter.name] = grow(drafter, chains, Pace(self.rule, stage, self._clock))
+        turn.take(drafted=any(chain.guesses for chain in chains))
         for draft, chain in zip(ready, chains, strict=True):
             if chain.guesses:
                 draft.chains[drafter.name] = chain
