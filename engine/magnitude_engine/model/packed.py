@@ -7,16 +7,16 @@ does not depend on batching, caching, chunks or drafts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.errors import ModelUnsupported
-from magnitude_engine.model.batch import KeyValueCache, SequenceRows, StepBatch, StepOutput
+from magnitude_engine.model.arrange import arrange
+from magnitude_engine.model.batch import KeyValueCache, StepBatch, StepOutput
 from magnitude_engine.model.decoder import Embedding
 from magnitude_engine.model.gguf import Blocks
 from magnitude_engine.model.pointwise import Rotary
@@ -25,10 +25,6 @@ from magnitude_kernels.cpu import attend, forward, frame, lay, product
 from magnitude_kernels.cpu.emit import LANES
 from magnitude_kernels.cpu.rows import CODED_GROUP, GROUP
 from magnitude_kernels.cpu.threads import Team
-
-# In small steps fewer rows attend together, so that there is work for every thread.
-_SMALL_STEP, _SMALL_TILE = 64, 16
-_NO_SLOTS_OF_ITS_OWN = 1 << 40
 
 
 class Packed(NamedTuple):
@@ -92,53 +88,6 @@ def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
     """Returns [blocks, inputs, 16] as [blocks, inputs / 2, 16, 2]."""
     blocks, inputs, outputs = codes.shape
     return codes.view(blocks, inputs // 2, 2, outputs).transpose(2, 3).contiguous()
-
-
-class Arranged(NamedTuple):
-    """The sequences of a step as `frame.Step` takes them."""
-
-    slots: frame.Indices
-    tiles: frame.Indices
-    own: frame.Indices
-
-
-def arrange(batch: StepBatch) -> Arranged:
-    """Returns which rows attend together, and to which slots."""
-    positions = batch.positions.numpy()
-    tile = frame.TILE if len(positions) > _SMALL_STEP else _SMALL_TILE
-    own = np.full((len(positions), 2), [_NO_SLOTS_OF_ITS_OWN, 0], np.int64)
-    slots: list[frame.Indices] = []
-    tiles: list[tuple[int, ...]] = []
-    begin = 0
-    for sequence in batch.sequences:
-        known, end = sequence.context - len(sequence.parents), sequence.start + sequence.count
-        mine = _slots(sequence)
-        slots.append(mine[:known])
-        for first in range(sequence.start, end, tile):
-            count = min(tile, end - first)
-            tiles.append((first, count, begin, known, int(positions[first : first + count].max())))
-        begin += known
-        for row, path in _paths(sequence, mine[:known], mine[known:]):
-            own[row] = known // lay.BLOCK * lay.BLOCK, begin
-            slots.append(path)
-            begin += len(path)
-    return Arranged(np.concatenate(slots), np.array(tiles, np.int64), own)
-
-
-def _slots(sequence: SequenceRows) -> frame.Indices:
-    """Returns the slots of a sequence's keys, those of a draft tree's nodes last."""
-    table = np.array(sequence.pages[: -(-sequence.context // PAGE_TOKENS)], np.int64)
-    return (table[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).reshape(-1)[: sequence.context]
-
-
-def _paths(sequence: SequenceRows, known: frame.Indices, nodes: frame.Indices) -> Iterator[tuple[int, frame.Indices]]:
-    """Yields the rows of a draft tree with the slots of all that they see from the last whole block on."""
-    shared = known[len(known) // lay.BLOCK * lay.BLOCK :]
-    first = sequence.start + sequence.count - len(sequence.parents)
-    paths: list[list[int]] = []
-    for node, parent in enumerate(sequence.parents):
-        paths.append([*(paths[parent] if parent >= 0 else ()), node])
-        yield first + node, np.concatenate([shared, nodes[paths[node]]])
 
 
 @dataclass(slots=True)

@@ -90,6 +90,28 @@ def test_a_shared_prefix_gives_the_same_bits(runner: Runner, expected: torch.Ten
     assert torch.equal(found, expected[64:])
 
 
+def test_sequences_that_share_a_prefix_give_the_same_bits_together(runner: Runner, expected: torch.Tensor) -> None:
+    cache = runner.allocate_cache(64)
+    step(runner, cache, [(Walk(ids_of(1), run(0, LENGTH)), 130)])
+    short = Walk(ids_of(1), [*range(4), *range(60, 64), 50, 51])
+    short.done = 64
+    step(runner, cache, [(short, 70)])
+    stranger = Walk(ids_of(9), range(52, 60))
+    forks = []
+    for index in range(4):
+        fork = Walk(ids_of(1), [*range(8), 10 + 2 * index, 11 + 2 * index])
+        fork.done = 128
+        # They stand at different places.
+        step(runner, cache, [(fork, 1 + 3 * index)])
+        forks.append(fork)
+    together = [*forks[:2], short, *forks[2:], stranger]
+    for _ in range(5):
+        places = [walk.done for walk in together]
+        found = step(runner, cache, [(walk, 1) for walk in together])
+        for walk, place, logits in zip(together[:-1], places, found, strict=False):
+            assert torch.equal(logits[0], expected[place]), (walk.pages, place)
+
+
 def test_only_wanted_rows_go_through_the_head(runner: Runner) -> None:
     rows = torch.arange(20)
     everything = in_chunks(runner, runner.allocate_cache(2), Walk(ids_of(2, 20), (0, 1)), [20])
