@@ -16,7 +16,7 @@ from contextlib import aclosing
 from aiohttp import web
 
 from magnitude_engine import api
-from magnitude_proxy.dialect.form import Dialect, Events, Item, Script, Tally
+from magnitude_proxy.dialect.form import OUTCOME, OUTPUT, Dialect, Events, Item, Script, Tally
 from magnitude_proxy.dialect.openai import OpenAI
 from magnitude_proxy.errors import ProxyError, Unavailable, from_failed
 from magnitude_proxy.identity import MAIN_BRANCH
@@ -101,7 +101,7 @@ class Answer:
         async with aclosing(events):
             async for item in events:
                 self._see(item)
-                if isinstance(item, api.Delta | api.Finished):
+                if isinstance(item, OUTPUT):
                     body.add(item)
                 elif isinstance(item, api.Failed):
                     self._commit(ok=False)
@@ -150,7 +150,7 @@ class Answer:
                 self._script = self._dialect.script(self._head(), self._tally)
                 await outlet.begin(self._headers())
             frames = self._script.frames(batch)
-            if isinstance(last, api.Completed | api.Failed):
+            if isinstance(last, OUTCOME):
                 self._commit(ok=isinstance(last, api.Completed))
                 await outlet.write(frames + self._script.ending(last), STALL_S)
                 return
@@ -310,7 +310,7 @@ async def pump(events: Events, put: Callable[[Item], Awaitable[None]]) -> None:
     try:
         async with aclosing(events):
             async for item in events:
-                over = isinstance(item, api.Completed | api.Failed)
+                over = isinstance(item, OUTCOME)
                 await put(item)
     except Exception as error:  # noqa: BLE001 - the edge of a task: its reader must learn of the end
         proxy_log.error("an answer failed inside the proxy", exc_info=error)

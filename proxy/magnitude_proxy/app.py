@@ -80,7 +80,8 @@ def run(config: ProxyConfig) -> int:
         raise ConfigError("do not run with python -O: libraries that this server relies on check with assert")
     check(config)
     logging.basicConfig(level=config.telemetry.log_level.upper(), format=LOG_FORMAT, handlers=[Lines(sys.stderr)])
-    # LOG_FORMAT shows none of these, so none is looked up for every line.
+    # LOG_FORMAT shows none of these, so none is looked up for every line; the first is where in the source it was made.
+    logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config))

@@ -47,6 +47,7 @@ class Catalogue:
         self._upstreams = tuple(upstreams)
         self._card = card
         self._started = started
+        self._served: dict[tuple[str | None, tuple[str, ...]], str] = {}
 
     def local(self) -> tuple[str, ...]:
         """Returns the names of the worker's model, the listed one first; nothing without a worker."""
@@ -112,13 +113,21 @@ class Catalogue:
         return tuple(upstream for upstream in self._upstreams if only in (None, upstream.name))
 
     def _unknown(self, name: str, only: str | None) -> NotFound:
-        served = [model.id for model in self.listed({}, only)]
         return NotFound(
-            f"model {name[:128]!r} is not served here; served: {', '.join(served) or 'none'}. "
+            f"model {name[:128]!r} is not served here; served: {self._shown_names(only)}. "
             "Use one of these, or add the name with --model-alias or to an upstream's models",
             param="model",
             code="model_not_found",
         )
+
+    def _shown_names(self, only: str | None) -> str:
+        """Returns the names that are served; they change only with the worker's card."""
+        key = (only, self.local())
+        shown = self._served.get(key)
+        if shown is None:
+            shown = ", ".join(model.id for model in self.listed({}, only)) or "none"
+            self._served[key] = shown
+        return shown
 
 
 def takes(upstream: UpstreamConfig, name: str) -> bool:

@@ -52,12 +52,12 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer, u
     for index, given in enumerate(asked.inputs):
         request_id = answer_id if index == 0 else f"{answer_id}-{index}"
         # Prompts of one request draw independent noise; the first keeps the client's own seed.
-        seed = asked.generate.sampling.seed
+        sampling = asked.generate.sampling
         if index:
-            seed = (seed + index * SEED_STRIDE) % SEEDS
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index * SEED_STRIDE) % SEEDS)
         request = msgspec.structs.replace(
             asked.generate,
-            sampling=msgspec.structs.replace(asked.generate.sampling, seed=seed),
+            sampling=sampling,
             request=request_id,
             epoch=lease.epoch,
             tenant=salt,

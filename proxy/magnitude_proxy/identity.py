@@ -100,7 +100,7 @@ class _Found(NamedTuple):
 
 def identify(tenant: str, headers: Mapping[str, str], hints: IdentityHints) -> Identity:
     """Returns the identity of one request; header names match in any case, blank values count as absent."""
-    present = {name.lower(): value.strip() for name, value in headers.items() if value.strip()}
+    present = {name.lower(): given for name, value in headers.items() if (given := value.strip())}
     found = _product(present, hints) or _client(present) or _hint(hints) or _Found(FINGERPRINT, fingerprint(hints))
     session = _session_id(tenant, found.source, found.raw)
     raw = found.raw
@@ -217,4 +217,6 @@ def _given(value: str | None) -> str | None:
 
 
 def _printable(raw: str) -> str:
+    if raw.isprintable():
+        return raw[:RAW_CHARS]
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in raw)[:RAW_CHARS]

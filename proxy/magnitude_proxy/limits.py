@@ -22,6 +22,7 @@ HEADER = "x-magnitude-limits"
 LIMITS = ("max_iterations", "max_tokens", "max_seconds", "max_repeats")
 # So many messages with tool calls are looked back at.
 WINDOW = 20
+_UNLIMITED = SessionLimits()
 _NUMBER = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,6})?")
 _WORDS = {
     "max_iterations": "{used} steps were answered, and {most} are allowed",
@@ -62,6 +63,10 @@ NO_TERMS = Terms()
 
 def lowered(one: SessionLimits, other: SessionLimits) -> SessionLimits:
     """Returns the lower limit of each kind."""
+    if other == _UNLIMITED:
+        return one
+    if one == _UNLIMITED:
+        return other
     least = {}
     for name in LIMITS:
         given = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
@@ -71,6 +76,8 @@ def lowered(one: SessionLimits, other: SessionLimits) -> SessionLimits:
 
 def exceeded(limits: SessionLimits, use: Use) -> str | None:
     """Returns the first limit that is reached, None where there is none; the store's functions do the same in Lua."""
+    if limits == _UNLIMITED:
+        return None
     for name, used in zip(LIMITS, use, strict=True):
         most = getattr(limits, name)
         if most is not None and used >= most:
@@ -80,6 +87,8 @@ def exceeded(limits: SessionLimits, use: Use) -> str | None:
 
 def shown(limits: SessionLimits, use: Use) -> str:
     """Returns the header's value: `iterations=3/50, tokens=1200/100000` for the limits that there are."""
+    if limits == _UNLIMITED:
+        return ""
     parts = []
     for name, used in zip(LIMITS, use, strict=True):
         most = getattr(limits, name)
@@ -90,8 +99,10 @@ def shown(limits: SessionLimits, use: Use) -> str:
 
 def read_limits(header: str | None) -> SessionLimits:
     """Returns the limits in a request's header, `iterations=50, seconds=600`; raises BadRequest."""
+    if header is None:
+        return _UNLIMITED
     given: dict[str, float] = {}
-    for part in (header or "").split(","):
+    for part in header.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
         if not part.strip():
             continue

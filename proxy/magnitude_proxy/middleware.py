@@ -38,6 +38,8 @@ LIVE = "/health/live"
 READY = "/health/ready"
 # The routes that cost tokens.
 ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+# What nothing is counted in.
+_UNCOUNTED: AbstractContextManager[None] = nullcontext()
 ADMIN: web.AppKey[bool] = web.AppKey("admin", bool)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _UNSAFE = re.compile(r"[^\x21-\x7e]")
@@ -90,8 +92,10 @@ async def _answered(surface: Surface, request: web.Request, handler: Handler) ->
 def _counted(surface: Surface, request: web.Request) -> AbstractContextManager[None]:
     """Returns what counts a request for an answer against its key's quotas, and raises RateLimited when entered."""
     key = request[EXCHANGE].key
-    if key is None or request.method != "POST" or request[EXCHANGE].endpoint not in ANSWERING:
-        return nullcontext()
+    if key is None or request[EXCHANGE].endpoint not in ANSWERING or request.method != "POST":
+        return _UNCOUNTED
+    if key.limits.concurrent_requests is None and key.limits.requests_per_minute is None:
+        return _UNCOUNTED
     return surface.quotas.entered(key, surface.clock())
 
 
@@ -127,6 +131,8 @@ def _admit(surface: Surface, request: web.Request) -> None:
 
 def _known_key(surface: Surface, request: web.Request) -> Key | None:
     """Returns what the request's key may do, None for one that is none; raises RateLimited for too many of those."""
+    if not surface.keys.required:
+        return surface.keys.find(None)
     key = surface.keys.find(_presented_key(request))
     name, address, now = None if key is None else key.id, request.remote or "", surface.clock()
     wait = surface.refusals.wait_s(address, name, now)

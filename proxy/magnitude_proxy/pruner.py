@@ -93,19 +93,22 @@ async def pruned(surface: Surface, headers: Mapping[str, str], salt: str, lease:
     )
 
 
-async def watched(asked: Asked, events: Events) -> Events:
-    """Yields an answer's events; of a pruned request, gathers them and tells what was saved in its usage."""
-    done, label = asked.pruned, ""
+def watched(asked: Asked, events: Events) -> Events:
+    """Returns an answer's events; of a pruned request they are gathered, and its usage tells what was saved."""
+    return events if asked.pruned is None else _watched(asked.pruned, events)
+
+
+async def _watched(done: Pruned, events: Events) -> Events:
+    label = ""
     async with aclosing(events):
         async for item in events:
-            if done is not None:
-                if isinstance(item, Taken):
-                    label = item.label
-                elif isinstance(item, api.Delta):
-                    done.said.see(item)
-                elif isinstance(item, api.Completed):
-                    usage = msgspec.structs.replace(item.usage, pruned_tokens=done.saved(label))
-                    item = msgspec.structs.replace(item, usage=usage)
+            if isinstance(item, Taken):
+                label = item.label
+            elif isinstance(item, api.Delta):
+                done.said.see(item)
+            elif isinstance(item, api.Completed):
+                usage = msgspec.structs.replace(item.usage, pruned_tokens=done.saved(label))
+                item = msgspec.structs.replace(item, usage=usage)
             yield item
 
 

@@ -111,7 +111,9 @@ class Telemetry:
 
     def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
         """Adds `amount` to a counter."""
-        self._counters[metric.name].of(labels).inc(amount)
+        series = self._counters[metric.name].of(labels)
+        if amount:
+            series.inc(amount)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Records one value of a histogram."""

@@ -13,6 +13,9 @@ from magnitude_proxy.wire.render import Body, Head, is_content
 
 Item = Taken | api.AnswerEvent
 Events = AsyncGenerator[Item, None]
+# Made once: `A | B` inside of isinstance is made anew for every event.
+OUTPUT = (api.Delta, api.Finished)
+OUTCOME = (api.Completed, api.Failed)
 
 
 @dataclass(slots=True)

@@ -136,59 +136,57 @@ class Dispatcher:
         try:
             if taken is not None:
                 yield taken
-            async with aclosing(self._events(call, action.route)) as events:
-                async for event in events:
-                    if isinstance(event, api.Failed):
-                        settle = self._verdict(action.route, event)
-                        yield call.transcript.counted() if call.transcript.complete() else event
-                        return
-                    if isinstance(event, api.Completed):
-                        settle = breaker.succeed
-                    for passed in call.transcript.take(event):
-                        yield passed
-                    if call.transcript.committed:
-                        breaker.alive()
+            failure = call.failed("internal_error", f"route {action.route} ended without an outcome")
+            try:
+                async with aclosing(self._answer(call, action.route)) as events:
+                    async for event in events:
+                        if isinstance(event, api.Failed):
+                            failure = event
+                            break
+                        complete = isinstance(event, api.Completed)
+                        if complete:
+                            settle = breaker.succeed
+                        for passed in call.transcript.take(event):
+                            yield passed
+                        if complete:
+                            return
+                        if call.transcript.committed:
+                            breaker.alive()
+            except Exception as error:  # noqa: BLE001 - the edge to the routes: a client gets an outcome whatever they do
+                proxy_log.error("route %s raised %s", action.route, type(error).__name__, exc_info=error)
+                failure = call.failed("internal_error", f"route {action.route} failed inside the proxy; see its log")
+            settle = self._verdict(action.route, failure)
+            yield call.transcript.counted() if call.transcript.complete() else failure
         finally:
             settle()
 
-    async def _events(self, call: _Call, name: str) -> AsyncGenerator[api.AnswerEvent, None]:
-        """Yields the route's own events; whatever the route does, the last is Completed or Failed."""
+    def _answer(self, call: _Call, name: str) -> AsyncGenerator[api.AnswerEvent, None]:
+        """Returns the route's own events; the worker's within its deadlines."""
         step = call.step
         resume = call.transcript.resume()
         if resume:
             step = dataclasses.replace(step, request=msgspec.structs.replace(step.request, resume=resume))
-        try:
-            answer = self._routes[name].answer(step, call.attempts)
-            paced = self._paced(answer, call) if name == LOCAL else answer
-            async with aclosing(answer), aclosing(paced):
-                async for event in paced:
-                    yield event
-                    if isinstance(event, api.Completed | api.Failed):
-                        return
-        except Exception as error:  # noqa: BLE001 - the edge to the routes: a client gets an outcome whatever they do
-            proxy_log.error("route %s raised %s", name, type(error).__name__, exc_info=error)
-            yield call.failed("internal_error", f"route {name} failed inside the proxy; see its log")
-            return
-        yield call.failed("internal_error", f"route {name} ended without an outcome")
+        answer = self._routes[name].answer(step, call.attempts)
+        return self._paced(answer, call) if name == LOCAL else answer
 
     async def _paced(
         self, answer: AsyncGenerator[api.AnswerEvent, None], call: _Call
     ) -> AsyncGenerator[api.AnswerEvent, None]:
-        """Yields the worker's events within its deadlines, or Failed when one has passed."""
-        began = self._clock()
-        idle_s = self._deadlines.idle_s
-        while True:
-            if not call.transcript.committed:
-                event = await self._before_content(answer, call, began)
-            else:
-                try:
-                    async with asyncio.timeout(idle_s):
-                        event = await anext(answer, None)
-                except TimeoutError:
-                    event = call.failed("deadline_exceeded", f"the local worker gave no output for {idle_s:g} s")
-            if event is None:
-                return
-            yield event
+        """Yields the worker's events within its deadlines, or Failed when one has passed; closes `answer`."""
+        began, idle_s = self._clock(), self._deadlines.idle_s
+        async with aclosing(answer):
+            while True:
+                if not call.transcript.committed:
+                    event = await self._before_content(answer, call, began)
+                else:
+                    try:
+                        async with asyncio.timeout(idle_s):
+                            event = await anext(answer, None)
+                    except TimeoutError:
+                        event = call.failed("deadline_exceeded", f"the local worker gave no output for {idle_s:g} s")
+                if event is None:
+                    return
+                yield event
 
     async def _before_content(
         self, answer: AsyncGenerator[api.AnswerEvent, None], call: _Call, began: float

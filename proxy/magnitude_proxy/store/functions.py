@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
+from operator import attrgetter
 from typing import NamedTuple, cast, get_args
 
 import msgspec
@@ -26,6 +28,10 @@ _FIELDS = (
 )
 
 
+_STATES = get_args(State)
+_limits = attrgetter(*LIMITS)
+
+
 def session_key(session: str) -> str:
     """Returns the key of a session; the braces make its hash alone choose the cluster slot."""
     return f"magnitude:{{{session}}}"
@@ -43,7 +49,7 @@ def open_call(session: str, branch: str, opening: Opening, now: float, ttl_s: fl
     """Returns the command that opens a lease; see `parse_opened`."""
     owner, nonce, terms = opening
     arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw, owner.advice)
-    limits = (_given(getattr(limits, name)) for limits in (terms.server, terms.client) for name in LIMITS)
+    limits = ["" if most is None else most for most in (*_limits(terms.server), *_limits(terms.client))]
     return (
         *("FCALL", "magnitude_session_open_3", 1, session_key(session)),
         *(*arguments, *limits, terms.repeats, int(terms.fresh)),
@@ -96,17 +102,16 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
     if reply[0] is None:
         return None
     try:
-        epoch, steps, prompt, completion, cached, failures = (int(v or 0) for v in reply[:6])
-        state, route, reason = ((v or b"").decode() for v in reply[6:9])
-        created, seen = (float(v or 0) for v in reply[9:11])
-        tenant, source, raw, line = ((v or b"").decode() for v in reply[11:15])
-        since_steps, since_tokens = (int(v or 0) for v in reply[15:17])
+        epoch, steps, prompt, completion, cached, failures = [int(v or 0) for v in reply[:6]]
+        state, route, reason = [(v or b"").decode() for v in reply[6:9]]
+        created, seen = [float(v or 0) for v in reply[9:11]]
+        tenant, source, raw, line = [(v or b"").decode() for v in reply[11:15]]
+        since_steps, since_tokens = [int(v or 0) for v in reply[15:17]]
         since_s = float(reply[17] or 0)
-        own = {name: v.decode() for name, v in zip(LIMITS, reply[18:], strict=True) if v is not None}
-        limits = msgspec.convert(own, SessionLimits, strict=False)
+        limits = _parse_limits(reply[18:])
     except (ValueError, AttributeError, msgspec.ValidationError) as error:
         raise StoreDown(f"the store holds a broken record of session {session}") from error
-    if state not in get_args(State):
+    if state not in _STATES:
         raise StoreDown(f"the store holds an unknown state of session {session}")
     return SessionRecord(
         session=session,
@@ -130,6 +135,11 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         limits=limits,
         line=line,
     )
+
+
+def _parse_limits(given: Sequence[bytes | None]) -> SessionLimits:
+    own = {name: most.decode() for name, most in zip(LIMITS, given, strict=True) if most is not None}
+    return msgspec.convert(own, SessionLimits, strict=False) if own else SessionLimits()
 
 
 def view_call(session: str) -> Command:
@@ -218,10 +228,6 @@ def _numbered(found: dict[str, bytes], prefix: str) -> list[tuple[int, bytes]]:
 
 def _json(value: StepNote | Feedback | BranchNote) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _given(limit: float | None) -> float | str:
-    return "" if limit is None else limit
 
 
 def _ms(seconds: float) -> int:

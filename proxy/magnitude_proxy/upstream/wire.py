@@ -120,7 +120,7 @@ _KNOWN_FIELDS = frozenset({"role", "content", "tool_calls", "refusal"})
 
 def outgoing(config: UpstreamConfig, step: Step) -> dict[str, Any]:
     """Returns the body to send: the client's own with the model's name mapped and usage asked for in streams."""
-    body = {name: value for name, value in step.body.items() if name != "magnitude"}
+    body = dict(step.body)
     model = body.get("model")
     mapped = config.models.get(model) if isinstance(model, str) else None
     mapped = mapped or config.models.get("*")
@@ -142,10 +142,10 @@ def choice_events(choice: WireChoice, request: api.Generate) -> Iterator[api.Del
         request=request.request,
         epoch=request.epoch,
         choice=choice.index,
-        text=msgspec.convert(fields.get("content"), str | None) or choice.text or "",
+        text=_text(fields.get("content")) or choice.text or "",
         logprobs=_logprobs(choice.logprobs),
         tool_calls=_tool_calls(fields.get("tool_calls")),
-        refusal=msgspec.convert(fields.get("refusal"), str | None) or None,
+        refusal=_text(fields.get("refusal")) or None,
         extra=extra,
     )
     if delta.text or delta.logprobs or delta.tool_calls or delta.refusal or extra:
@@ -229,8 +229,14 @@ def read_error_body(body: bytes) -> WireError:
     return read_error({**decoded, "message": decoded.get("message") or decoded.get("detail")})
 
 
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else msgspec.convert(value, str)
+
+
 def _tool_calls(value: Any) -> tuple[api.ToolCallDelta, ...]:
-    calls = msgspec.convert(value, list[WireToolCall] | None) or []
+    if value is None:
+        return ()
+    calls = msgspec.convert(value, list[WireToolCall])
     return tuple(
         api.ToolCallDelta(
             index=place if call.index is None else call.index,

@@ -153,7 +153,7 @@ def read_completion(raw: bytes, seed: int) -> Asked:
 
 
 def _without_own_fields(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name != "magnitude"}
+    return {name: value for name, value in body.items() if name != "magnitude"} if "magnitude" in body else body
 
 
 def _check_stream(asked: Common) -> None:

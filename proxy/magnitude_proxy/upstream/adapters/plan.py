@@ -63,13 +63,13 @@ class Refused(NamedTuple):
 def adapt(body: dict[str, Any], server: Server, facts: Facts, extra: Iterable[str] = ()) -> Sent | Refused:
     """Returns `body` (a checked one) as `server` understands it; `extra` are further fields that it knows."""
     known = adapter(server)
-    understood = known.fields | frozenset(extra)
+    understood = known.fields.union(extra)
     made = {name: value for name, value in body.items() if name not in RESERVED and name not in known.drops}
     refused = _lacking(made, known, understood)
     if refused is not None:
         return refused
-    for name in SAMPLING - understood:
-        made.pop(name, None)
+    for name in SAMPLING.intersection(made) - understood:
+        del made[name]
     if known.whole_top_k is not None and made.get("top_k") == -1:
         made["top_k"] = known.whole_top_k
     refused = _write_form(made, known, understood, facts.chat)
@@ -96,10 +96,12 @@ def asks(body: dict[str, Any], name: str) -> bool:
 
 def _lacking(body: dict[str, Any], known: Adapter, understood: frozenset[str]) -> Refused | None:
     """Returns the first field that the server would ignore, forms apart."""
-    for name in sorted((known.lacks | SAMPLING) - understood):
-        if asks(body, name):
-            return Refused(name)
-    return None
+    lacking = [
+        name
+        for name, value in body.items()
+        if value is not None and (name in known.lacks or name in SAMPLING) and name not in understood
+    ]
+    return next((Refused(name) for name in sorted(lacking) if asks(body, name)), None)
 
 
 def _write_form(body: dict[str, Any], known: Adapter, understood: frozenset[str], chat: bool) -> Refused | None:

@@ -22,6 +22,8 @@ class Slots:
         if total != self._total:
             # Another server, or the same one started anew: what its slots hold is not known.
             self._total, self._owned = total, OrderedDict()
+        if not total:
+            return None
         slot = self._owned.get(session)
         if slot is None:
             slot = self._vacant()
