@@ -80,6 +80,6 @@ async def in_anthropics_form(request: web.Request, handler: Handler) -> web.Stre
 
 async def name_request(request: web.Request, response: web.StreamResponse) -> None:
     """Puts the request id also where Anthropic's clients look for it, before the headers go out."""
-    exchange = request.get(EXCHANGE)
-    if exchange is not None and request.path.startswith(ROUTE):
+    exchange = request.get(EXCHANGE) if request.path.startswith(ROUTE) else None
+    if exchange is not None:
         response.headers["request-id"] = exchange.id

@@ -70,7 +70,7 @@ def tool_seconds(present: Mapping[str, str]) -> dict[str, float]:
     """
     told = present.get(TOOL_DURATIONS, "")
     found: dict[str, float] = {}
-    if len(told) > MAX_DURATIONS_CHARS:
+    if not told or len(told) > MAX_DURATIONS_CHARS:
         return found
     for entry in told.split(";")[:MAX_DURATIONS]:
         name, _, value = entry.strip().rpartition("=")

@@ -28,6 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from magnitude_engine.errors import ConfigError
+from magnitude_proxy.store.deadlines import Deadlines
 from magnitude_proxy.store.pipe import Pipe, StoreDown, settle
 from magnitude_proxy.telemetry import store_log
 
@@ -76,6 +77,7 @@ class StoreConnection:
         self._pipe: Pipe | None = None
         self._tried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._deadlines = Deadlines(self._overdue)
         self._up = False
         self.problem: str | None = f"{self._address} is not connected yet"
         _connection(url)
@@ -98,6 +100,7 @@ class StoreConnection:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        self._deadlines.clear()
         self._up = False
         self.problem = f"the connection to {self._address} is closed"
 
@@ -158,8 +161,7 @@ class StoreConnection:
 
     def _timed(self, reply: asyncio.Future[object], deadline: float) -> asyncio.Future[object]:
         """Returns `reply`; a deadline that passes without it takes the store down."""
-        timer = asyncio.get_running_loop().call_at(deadline, self._overdue, reply, deadline)
-        reply.add_done_callback(lambda _: timer.cancel())
+        self._deadlines.watch(reply, deadline)
         return reply
 
     def _checked(self, value: object) -> object:
