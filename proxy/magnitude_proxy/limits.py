@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +23,9 @@ HEADER = "x-magnitude-limits"
 LIMITS = ("max_iterations", "max_tokens", "max_seconds", "max_repeats")
 # So many messages with tool calls are looked back at.
 WINDOW = 20
-_UNLIMITED = SessionLimits()
+# The values of limits, in that order.
+limits_of = attrgetter(*LIMITS)
+_NONE = (None,) * len(LIMITS)
 _NUMBER = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,6})?")
 _WORDS = {
     "max_iterations": "{used} steps were answered, and {most} are allowed",
@@ -63,23 +66,17 @@ NO_TERMS = Terms()
 
 def lowered(one: SessionLimits, other: SessionLimits) -> SessionLimits:
     """Returns the lower limit of each kind."""
-    if other == _UNLIMITED:
+    if limits_of(other) == _NONE:
         return one
-    if one == _UNLIMITED:
-        return other
     least = {}
-    for name in LIMITS:
-        given = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
-        least[name] = min(given, default=None)
+    for name, *both in zip(LIMITS, limits_of(one), limits_of(other), strict=True):
+        least[name] = min((value for value in both if value is not None), default=None)
     return SessionLimits(**least)
 
 
 def exceeded(limits: SessionLimits, use: Use) -> str | None:
     """Returns the first limit that is reached, None where there is none; the store's functions do the same in Lua."""
-    if limits == _UNLIMITED:
-        return None
-    for name, used in zip(LIMITS, use, strict=True):
-        most = getattr(limits, name)
+    for name, most, used in zip(LIMITS, limits_of(limits), use, strict=True):
         if most is not None and used >= most:
             return name
     return None
@@ -87,11 +84,8 @@ def exceeded(limits: SessionLimits, use: Use) -> str | None:
 
 def shown(limits: SessionLimits, use: Use) -> str:
     """Returns the header's value: `iterations=3/50, tokens=1200/100000` for the limits that there are."""
-    if limits == _UNLIMITED:
-        return ""
     parts = []
-    for name, used in zip(LIMITS, use, strict=True):
-        most = getattr(limits, name)
+    for name, most, used in zip(LIMITS, limits_of(limits), use, strict=True):
         if most is not None:
             parts.append(f"{name.removeprefix('max_')}={_plain(used)}/{_plain(most)}")
     return ", ".join(parts)
@@ -100,7 +94,7 @@ def shown(limits: SessionLimits, use: Use) -> str:
 def read_limits(header: str | None) -> SessionLimits:
     """Returns the limits in a request's header, `iterations=50, seconds=600`; raises BadRequest."""
     if header is None:
-        return _UNLIMITED
+        return SessionLimits()
     given: dict[str, float] = {}
     for part in header.split(","):
         name, _, value = (word.strip() for word in part.partition("="))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from magnitude_engine import api
@@ -28,7 +29,7 @@ class Transcript:
 
     def __init__(self, request: api.Generate) -> None:
         self._request = request
-        self._choices: dict[int, _Choice] = {}
+        self._choices: defaultdict[int, _Choice] = defaultdict(_Choice)
         self._held: list[api.AnswerEvent] = []
         self._started: api.Started | None = None
         self.committed = False
@@ -50,7 +51,7 @@ class Transcript:
             return [event]
         if isinstance(event, api.Completed):
             return [*self._release(), event]
-        if isinstance(event, api.Failed) or self._choice(event.choice).finished:
+        if isinstance(event, api.Failed) or self._choices[event.choice].finished:
             return []
         if not self.committed and isinstance(event, api.Delta) and not is_content(event):
             self._held.append(event)
@@ -97,14 +98,11 @@ class Transcript:
         held, self._held = self._held, []
         return held
 
-    def _choice(self, index: int) -> _Choice:
-        return self._choices.setdefault(index, _Choice())
-
     def _note(self, event: api.AnswerEvent) -> None:
         if isinstance(event, api.Finished):
-            self._choice(event.choice).finished = True
+            self._choices[event.choice].finished = True
         elif isinstance(event, api.Delta):
-            choice = self._choice(event.choice)
+            choice = self._choices[event.choice]
             choice.ids.extend(event.ids)
             choice.chars += len(event.text)
             self.tool_call = self.tool_call or bool(event.tool_calls)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
-from operator import attrgetter
 from typing import NamedTuple, cast, get_args
 
 import msgspec
 
 from magnitude_proxy.config import SessionLimits
-from magnitude_proxy.limits import LIMITS, NO_TERMS, Terms
+from magnitude_proxy.limits import LIMITS, NO_TERMS, Terms, limits_of
 from magnitude_proxy.store.branches import Branches, BranchNote, Change, refused
 from magnitude_proxy.store.connection import Command, StoreDown
 from magnitude_proxy.store.credit import Fate, Feedback, Outcome, SessionView, StepNote, note, ordered
@@ -29,7 +28,6 @@ _FIELDS = (
 
 
 _STATES = get_args(State)
-_limits = attrgetter(*LIMITS)
 
 
 def session_key(session: str) -> str:
@@ -49,7 +47,7 @@ def open_call(session: str, branch: str, opening: Opening, now: float, ttl_s: fl
     """Returns the command that opens a lease; see `parse_opened`."""
     owner, nonce, terms = opening
     arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw, owner.advice)
-    limits = ["" if most is None else most for most in (*_limits(terms.server), *_limits(terms.client))]
+    limits = ["" if most is None else most for most in (*limits_of(terms.server), *limits_of(terms.client))]
     return (
         *("FCALL", "magnitude_session_open_3", 1, session_key(session)),
         *(*arguments, *limits, terms.repeats, int(terms.fresh)),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -273,11 +274,11 @@ class Gathered:
     """The choices of an answer in the order of their index."""
 
     def __init__(self) -> None:
-        self._choices: dict[int, _Choice] = {}
+        self._choices: defaultdict[int, _Choice] = defaultdict(_Choice)
 
     def add(self, event: api.Delta | api.Finished) -> None:
         """See `Body.add`."""
-        self._choices.setdefault(event.choice, _Choice()).add(event)
+        self._choices[event.choice].add(event)
 
     def sorted(self) -> list[tuple[int, _Choice]]:
         """Returns the choices; raises Unavailable when there is none."""
