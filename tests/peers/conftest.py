@@ -7,7 +7,25 @@ from collections.abc import Iterator
 import pytest
 
 from testkit.model import smollm2_path
+from testkit.peers import Environment, python_environment
 from testkit.serve import Server, lend_model, serving
+
+FRAMEWORKS = (
+    "openai==3.57.0",
+    "langchain-openai==1.7.4",
+    "langchain-tests==1.1.9",
+    "openai-agents==0.24.0",
+    "pydantic-ai-slim[openai]==2.68.0",
+    "smolagents[openai]==1.26.0",
+    "litellm==1.110.2",
+    "mini-swe-agent==2.4.6",
+)
+
+
+@pytest.fixture(scope="session")
+def frameworks() -> Environment:
+    """Agent frameworks in Python whose pins allow one environment for all."""
+    return python_environment("frameworks", *FRAMEWORKS)
 
 
 @pytest.fixture(scope="session")

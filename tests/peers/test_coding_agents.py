@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from testkit.coding_agents import TASK, Stage, staged
-from testkit.peers import node_environment, python_environment, python_of
+from testkit.peers import LOOPS, Environment, node_environment, python_environment, python_of
 
 # Installing takes its time, once.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -135,11 +135,18 @@ async def test_aider_edits_and_tests(stage: Stage) -> None:
     assert (stage.work / "note.txt").read_text() == "a line\n" * 3
 
 
+async def test_mini_swe_agent_ends_by_a_command(stage: Stage, frameworks: Environment) -> None:
+    """Its own agent and model class, over litellm, with the prompts that it ships."""
+    stage.upstream.last = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo All done."
+    script = LOOPS / "mini_swe.py"
+    await stage.check(await stage.run(frameworks.interpreter, script, stage.proxy.url, MODEL, TASK), "fingerprint")
+
+
 @pytest.mark.skipif("MAGNITUDE_TEST_OPENHANDS" not in os.environ, reason="MAGNITUDE_TEST_OPENHANDS is not set: minutes")
 async def test_openhands_asks_for_whole_answers(stage: Stage) -> None:
     """Its packages take pip several minutes to install."""
     pins = ("openhands-sdk==1.58.2", "openhands-tools==1.58.2")
     python = python_environment("openhands", *pins, interpreter=python_of(12)).interpreter
-    script = Path(__file__).with_name("loops") / "openhands_agent.py"
+    script = LOOPS / "openhands_agent.py"
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1", "OTEL_SDK_DISABLED": "true"}
     await stage.check(await stage.run(python, script, stage.proxy.url, MODEL, TASK, **quiet), "fingerprint")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 
 from testkit.serve import Server
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @tool
-def get_weather(city: str) -> str:
+def get_weather(city: Annotated[str, Field(max_length=12)]) -> str:
     """Current weather of a city."""
     return f"rain in {city}"
 
@@ -63,3 +65,30 @@ def test_tool_history(chat: ChatOpenAI) -> None:
     assert answer.content or answer.tool_calls
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_tokens"] > 80
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_of_two_tool_calls(chat: ChatOpenAI, server: Server, streamed: bool) -> None:
+    """The real small model, made to call twice and to answer then; nothing names the session."""
+    history: list[Any] = [
+        SystemMessage(f"You compare the weather. langchain {streamed}"),
+        HumanMessage("Compare the weather of Paris and Rome. Begin with Paris."),
+    ]
+    known = server.sessions()
+    for choice in ("any", "get_weather", "none"):
+        bound = chat.bind_tools([get_weather], tool_choice=choice, strict=True, parallel_tool_calls=False)
+        limited = bound.bind(max_tokens=64)
+        pieces = list(limited.stream(history)) if streamed else [limited.invoke(history)]
+        answer = pieces[0]
+        for piece in pieces[1:]:
+            answer = answer + piece  # type: ignore[assignment]
+        assert isinstance(answer, AIMessage)
+        assert answer.usage_metadata is not None
+        assert answer.usage_metadata["output_tokens"] > 0
+        history += [answer, *(get_weather.invoke(call) for call in answer.tool_calls)]
+    results = [message for message in history if isinstance(message, ToolMessage)]
+    assert len(results) == 2
+    assert all(str(result.content).startswith("rain in ") for result in results)
+    assert answer.content
+    (session,) = [session for id, session in server.sessions().items() if id not in known]
+    assert (session["steps"], session["failures"]) == (3, 0)

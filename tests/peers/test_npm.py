@@ -1,51 +1,23 @@
-"""The npm packages `openai` and `ai` against a running server."""
+"""The npm packages `openai` and `ai` (with `@ai-sdk/openai-compatible`) against a running server.
+
+The real small model answers; where it has to call a tool or must not, the program's `toolChoice` says so.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from testkit.peers import LOOPS, node_environment
 from testkit.serve import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PACKAGES = ("openai@7.59.0", "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4")
 
-
-@pytest.fixture(scope="module")
-def node_folder() -> Path:
-    """A folder with the packages installed; kept between runs in the user's cache."""
-    if not shutil.which("node") or not shutil.which("npm"):
-        pytest.skip("node and npm are not installed")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "magnitude-tests" / "npm-1"
-    done = cache / "installed"
-    if not done.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        (cache / "package.json").write_text('{"name": "magnitude-peers", "private": true}')
-        install = subprocess.run(
-            ["npm", "install", "--no-audit", "--no-fund", *PACKAGES],
-            cwd=cache, capture_output=True, text=True, timeout=500, check=False,
-        )  # fmt: skip
-        if install.returncode != 0:
-            pytest.skip(f"npm packages cannot be installed: {install.stderr[-300:]}")
-        done.touch()
-    return cache
-
-
-def test_openai_and_ai_packages(server: Server, node_folder: Path) -> None:
-    script = Path(__file__).with_name("clients.mjs")
-    run = subprocess.run(
-        ["node", str(script), server.base_url],
-        cwd=node_folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert json.loads(run.stdout.splitlines()[-1])["ok"] is True
+def test_openai_and_ai_packages(server: Server, tmp_path: Path) -> None:
+    node = node_environment("npm", "openai@7.59.0", "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4.6.7")
+    known = server.sessions()
+    report = node.run(LOOPS / "npm.mjs", tmp_path, server.base_url)
+    loops = [session for id, session in server.sessions().items() if id not in known and session["steps"] == 3]
+    assert len(loops) == report["loops"]

@@ -133,6 +133,43 @@ def test_tools_in_the_history_reach_the_model(client: openai.OpenAI) -> None:
     assert content or with_result.choices[0].message.tool_calls
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_of_two_tool_calls(client: openai.OpenAI, streamed: bool) -> None:
+    """The real small model, made to call twice and to answer then; nothing names the session."""
+    schema = {**WEATHER["function"]["parameters"], "additionalProperties": False}
+    schema["properties"] = {"city": {"type": "string", "maxLength": 12}}
+    tool = {"type": "function", "function": {**WEATHER["function"], "parameters": schema}}
+    history: list[Any] = [
+        {"role": "system", "content": f"You compare the weather. {streamed}"},
+        {"role": "user", "content": "Compare the weather of Paris and Rome. Begin with Paris."},
+    ]
+    asked: dict[str, Any] = {"model": "smollm2", "tools": [tool], "temperature": 0, "max_tokens": 64}
+    sessions, before = set(), 0
+    for step, choice in enumerate(["required", {"type": "function", "function": {"name": "get_weather"}}, "none"]):
+        now = {**asked, "messages": history, "tool_choice": choice, "parallel_tool_calls": False}
+        if streamed:
+            with client.chat.completions.stream(**now, stream_options={"include_usage": True}) as stream:
+                answer: Any = stream.get_final_completion()
+                sessions.add(stream._response.headers["x-magnitude-session"])
+        else:
+            raw = client.chat.completions.with_raw_response.create(**now)
+            answer = raw.parse()
+            sessions.add(raw.headers["x-magnitude-session"])
+        assert answer.usage.prompt_tokens_details.cached_tokens >= before - 16
+        before = answer.usage.prompt_tokens
+        message = answer.choices[0].message
+        history.append(message.to_dict())
+        if step == 2:
+            break
+        (call,) = message.tool_calls
+        city = json.loads(call.function.arguments)["city"]
+        assert 0 < len(city) <= 12
+        history.append({"role": "tool", "tool_call_id": call.id, "content": f"{11 + step} degrees in {city}"})
+    assert message.content
+    assert not message.tool_calls
+    assert len(sessions) == 1
+
+
 def test_a_session_computes_only_what_is_new(client: openai.OpenAI) -> None:
     history: list[Any] = [{"role": "system", "content": "You answer briefly. " * 40}, *QUESTION]
     headers = {"x-magnitude-session": "sdk-session-1"}

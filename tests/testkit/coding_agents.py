@@ -39,9 +39,11 @@ class Played:
 
     Attributes:
         bodies: what was asked.
+        last: what the shell is called for in the end, by agents that end by that.
     """
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    last: str | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Plays the next step of the conversation that is asked."""
@@ -49,7 +51,7 @@ class Played:
         self.bodies.append(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(sse(*_next(body), "[DONE]"))
+        await response.write(sse(*_next(body, self.last), "[DONE]"))
         return response
 
     @property
@@ -63,7 +65,7 @@ class Played:
         return [str(m["content"]) for m in self.steps[-1]["messages"] if m["role"] in ("tool", "user")]
 
 
-def _next(body: dict[str, Any]) -> list[dict[str, Any]]:
+def _next(body: dict[str, Any], last: str | None) -> list[dict[str, Any]]:
     """Returns the chunks of the next answer."""
     messages = body["messages"]
     tools = {tool["function"]["name"]: tool["function"] for tool in body.get("tools", ())}
@@ -73,9 +75,10 @@ def _next(body: dict[str, Any]) -> list[dict[str, Any]]:
         return _said("The sub-agent has looked.")
     if shell is None:
         return _said(EDIT if "SEARCH" in str(messages) else "A title")
-    if len(results) < 2:
-        number = len(results)
-        return _called(number, shell["name"], _command(shell["parameters"]["properties"], f"echo step-{number}"))
+    number = len(results)
+    line = f"echo step-{number}" if number < 2 else last
+    if line is not None:
+        return _called(number, shell["name"], _command(shell["parameters"]["properties"], line))
     delegate = next((name for name in DELEGATES if name in tools), None)
     if len(results) == 2 and delegate is not None:
         return _called(2, delegate, _delegation(DELEGATES[delegate]))

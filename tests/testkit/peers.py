@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "magnitude-tests"
+LOOPS = Path(__file__).resolve().parents[1] / "peers" / "loops"
 INSTALL_S = 500
 RUN_S = 300
 
@@ -33,6 +34,7 @@ class Environment:
 
     def run(self, script: Path, home: Path, *arguments: str) -> Any:
         """Runs a script in the home `home` and returns the JSON of its last line; fails unless it exits 0."""
+        home.mkdir(exist_ok=True)
         environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", "PYTHONWARNINGS": "ignore"}
         ended = subprocess.run(
             [self.interpreter, str(script), *arguments],

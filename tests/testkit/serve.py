@@ -86,6 +86,11 @@ class Server:
         body: dict[str, Any] = httpx.get(f"{self.origin}/health").json()
         return body
 
+    def sessions(self) -> dict[str, dict[str, Any]]:
+        """Returns the 100 sessions seen last, by id."""
+        data: list[dict[str, Any]] = httpx.get(f"{self.base_url}/sessions", params={"limit": 100}).json()["data"]
+        return {session["id"]: session for session in data}
+
     def wait_ready(self, seconds: float = READY_S) -> None:
         """Returns once /health/ready says 200; raises with the log's end otherwise."""
         end = time.monotonic() + seconds

@@ -1,5 +1,5 @@
 // The npm clients `openai` and `ai` against a running server. Prints one JSON object; exits non-zero on any failure.
-// usage: node clients.mjs BASE_URL   (run in a folder whose node_modules holds the packages)
+// usage: node npm.mjs BASE_URL   (run in a folder whose node_modules holds the packages)
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
@@ -8,8 +8,9 @@ const require = createRequire(process.cwd() + "/");
 const load = async (name) => import(pathToFileURL(require.resolve(name)).href);
 const baseURL = process.argv[2];
 const { default: OpenAI } = await load("openai");
-const { generateText, streamText } = await load("ai");
+const { Output, generateText, stepCountIs, streamText, tool } = await load("ai");
 const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
+const { z } = await load("zod");
 
 const question = [{ role: "user", content: "What is the capital of France?" }];
 const client = new OpenAI({ baseURL, apiKey: "any", maxRetries: 0 });
@@ -64,12 +65,52 @@ await assert.rejects(
   (error) => error.status === 400 && error.param === "messages",
 );
 
-const provider = createOpenAICompatible({ name: "magnitude", baseURL, apiKey: "any" });
-const ai = await generateText({ model: provider("smollm2"), prompt: "What is the capital of France?", temperature: 0, maxOutputTokens: 24 });
+const provider = createOpenAICompatible({ name: "magnitude", baseURL, apiKey: "any", supportsStructuredOutputs: true, includeUsage: true });
+const model = provider("smollm2");
+const ai = await generateText({ model, prompt: "What is the capital of France?", temperature: 0, maxOutputTokens: 24 });
 assert.equal(ai.text, whole.choices[0].message.content);
-const aiStream = streamText({ model: provider("smollm2"), prompt: "What is the capital of France?", temperature: 0, maxOutputTokens: 24 });
+const aiStream = streamText({ model, prompt: "What is the capital of France?", temperature: 0, maxOutputTokens: 24 });
 let aiText = "";
 for await (const piece of aiStream.textStream) aiText += piece;
 assert.equal(aiText, whole.choices[0].message.content);
 
-console.log(JSON.stringify({ ok: true, text: aiText }));
+// An agent: two steps must call the tool, the third one must answer.
+const agent = (system, asked) => ({
+  model, system, prompt: "Compare the weather of Paris and Rome. Begin with Paris.",
+  temperature: 0, maxOutputTokens: 64, maxRetries: 0,
+  providerOptions: { magnitude: { parallel_tool_calls: false } },
+  tools: {
+    getWeather: tool({
+      description: "Current weather of a city",
+      inputSchema: z.object({ city: z.string().max(12) }),
+      execute: async ({ city }) => { asked.push(city); return `${10 + asked.length} degrees in ${city}`; },
+    }),
+  },
+  stopWhen: stepCountIs(3),
+  prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber < 2 ? "required" : "none" }),
+});
+const cities = [];
+const run = await generateText(agent("You compare the weather.", cities));
+assert.equal(cities.length, 2);
+assert.deepEqual(run.steps.map((step) => step.finishReason).slice(0, 2), ["tool-calls", "tool-calls"]);
+assert.ok(run.text);
+assert.ok(run.totalUsage.outputTokens > 0);
+const streamedCities = [];
+const runStream = streamText(agent("You compare the weather, streamed.", streamedCities));
+const kinds = new Set();
+for await (const part of runStream.fullStream) {
+  assert.notEqual(part.type, "error", String(part.error));
+  kinds.add(part.type);
+}
+for (const kind of ["tool-input-delta", "tool-call", "tool-result", "text-delta"]) assert.ok(kinds.has(kind), kind);
+assert.equal(streamedCities.length, 2);
+assert.ok((await runStream.totalUsage).outputTokens > 0);
+
+const typed = await generateText({
+  model, prompt: "Name a town.", temperature: 0, maxOutputTokens: 64,
+  output: Output.object({ schema: z.object({ name: z.string().max(12), big: z.boolean() }) }),
+});
+assert.equal(typeof typed.output.name, "string");
+assert.equal(typeof typed.output.big, "boolean");
+
+console.log(JSON.stringify({ loops: 2 }));
