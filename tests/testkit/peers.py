@@ -54,7 +54,7 @@ def python_environment(name: str, *pins: str, interpreter: str = sys.executable)
     folder = _folder(name, pins)
     python = folder / "bin" / "python"
     make = [interpreter, "-m", "venv", str(folder)]
-    _installed(folder, make, [str(python), "-m", "pip", "install", "--quiet", *pins])
+    _installed(folder, make, [str(python), "-m", "pip", "install", "--quiet", "--no-compile", *pins])
     return Environment(str(python), folder)
 
 

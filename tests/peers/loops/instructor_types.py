@@ -66,7 +66,7 @@ def loop(client: Any, mode: instructor.Mode) -> None:
 
 
 def main(base_url: str) -> None:
-    modes = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON)
+    modes = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
     for mode in modes:
         # Each type is a tool of its own here, so that the steps have nothing in common by which they are recognised.
         sdk = OpenAI(

@@ -62,6 +62,16 @@ class Kept:
 if __name__ == "__main__":
     os.environ["PEER_URL"] = sys.argv[1]
     kept = Kept()
-    options = ["-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "--benchmark-disable", "-c", os.devnull]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "asyncio_mode=auto",
+        "--benchmark-disable",
+        "-c",
+        os.devnull,
+        "--noconftest",
+    ]
     pytest.main([*options, *sys.argv[2:], __file__], plugins=[kept])
     print(json.dumps(kept.ended))
