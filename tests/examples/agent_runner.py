@@ -38,7 +38,7 @@ class AgentRunner:
                 session_id=self.session_id,
                 prompt=prompt,
                 temperature=0.0,
-                max_tokens=48,
+                max_tokens=24,
                 stop_sequences=["Observation:"],
                 track_feedback=True,
             )

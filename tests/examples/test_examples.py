@@ -32,7 +32,7 @@ def said(example: str, *expected: str, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     told = [line for line in ended.stderr.splitlines() if not line.startswith(expected)]
