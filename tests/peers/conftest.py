@@ -30,8 +30,8 @@ def frameworks() -> Environment:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`magnitude serve` with SmolLM2 and the embedded store; exact, so that two answers can be compared."""
+    """`magnitude serve` with SmolLM2 and the embedded store; `packed`, where two answers are equal to the token."""
     folder = tmp_path_factory.mktemp("peers")
     lend_model(folder / "data", smollm2_path())
-    with serving(folder, "--profile", "reference") as running:
+    with serving(folder) as running:
         yield running

