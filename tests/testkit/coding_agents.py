@@ -49,6 +49,8 @@ class Played:
         """Plays the next step of the conversation that is asked."""
         body = await request.json()
         self.bodies.append(body)
+        if not body.get("stream"):
+            return web.json_response(_whole(_next(body, self.last)))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(sse(*_next(body, self.last), "[DONE]"))
@@ -86,6 +88,19 @@ def _next(body: dict[str, Any], last: str | None) -> list[dict[str, Any]]:
         child = json.loads(results[2]["content"])["agent_id"]
         return _called(3, WAIT, {"targets": [child], "timeout_ms": 20_000})
     return _said("All done.")
+
+
+def _whole(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns chunks as an answer that is not streamed."""
+    choices = [choice for piece in chunks for choice in piece["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        message["tool_calls"] = [{**calls[0], "function": {**calls[0]["function"], "arguments": arguments}}]
+    last = {"index": 0, "message": message, "finish_reason": choices[-1]["finish_reason"]}
+    return {**chunks[0], "object": "chat.completion", "choices": [last]}
 
 
 def _said(text: str) -> list[dict[str, Any]]:
