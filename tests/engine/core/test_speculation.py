@@ -22,6 +22,7 @@ from testkit.drafting import Oracle, drafted_by
 from testkit.engine import Recorder, alone, engine_config, generate, run, submit
 from testkit.model import smollm2_path
 from testkit.tiered import counter
+from testkit.tiny import tiny_model
 
 PAGES = 96
 PAST_THE_END = 9
@@ -186,6 +187,17 @@ def test_batched_with_other_kinds(model: LoadedModel, errors: float, longest: in
         equal(model, asked, answer)
     counts_fit(answers, errors)
     assert engine.status().pages_free == 192
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_forked_drafts_over_packed_weights(one_thread: None, sampling: api.Sampling) -> None:
+    """Behind more than one block of slots, where nodes see some of the session's and some of their own."""
+    model = tiny_model(profile="packed")
+    asked = generate("word after word " * 10, sampling=sampling, logprobs=1, max_tokens=30)
+    engine = drafting(model, [asked], OFTEN_RIGHT, small(model))
+    (answer,) = run(engine, asked)
+    equal(model, asked, answer)
+    counts_fit([answer], OFTEN_RIGHT)
 
 
 @pytest.mark.slow
