@@ -227,7 +227,9 @@ def test_a_request_that_comes_while_the_worker_starts_waits_for_it() -> None:
     assert (got.text, got.labels) == ("x", [("local", None)])
     assert got.seconds == pytest.approx(4.5, abs=0.1)
     worker.ready = False
-    assert virtual(main(120)).failure.code == "unavailable"
+    late = virtual(main(120)).failure
+    assert (late.code, late.retry_after_s) == ("unavailable", 5)
+    assert "the model is being loaded" in late.message
 
 
 def test_what_upstreams_have_no_words_for_waits_for_the_worker() -> None:

@@ -73,9 +73,12 @@ def test_no_route_says_what_is_missing_or_when_to_come_back() -> None:
     held = first_action(STEP, (view("a", held_s=12), view("b", held_s=7)))
     assert isinstance(held, Fail)
     assert (held.failed.code, held.failed.retry_after_s) == ("overloaded", 7)
-    down = nothing_left(STEP, (view("local", available=False), view("a", admitted=False)))
-    assert down.code == "unavailable"
-    assert "local: not ready, a: breaker open" in down.message
+    starting = nothing_left(STEP, (view("local", available=False), view("a", admitted=False)))
+    assert (starting.code, starting.retry_after_s) == ("unavailable", 5)
+    assert "local: the model is being loaded, a: breaker open" in starting.message
+    down = nothing_left(STEP, (RouteView("local", available=False, coming=False), view("a", available=False)))
+    assert (down.code, down.retry_after_s) == ("unavailable", None)
+    assert "local: not ready, a: not ready" in down.message
 
 
 def test_a_request_waits_for_a_worker_that_starts_but_not_for_an_upstream_that_is_down() -> None:

@@ -22,6 +22,8 @@ REFUSALS = frozenset({"context_length_exceeded", "unsupported_feature"})
 UPSTREAM_FINAL = frozenset({400, 404, 413, 422})
 _MOVABLE = REFUSALS | {"worker_lost", "overloaded", "deadline_exceeded"}
 _STATUS_CODE = "upstream_http_"
+# What a client is told to wait for a worker that starts.
+_STARTING_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ def client_failure(state: CallState, snapshot: Snapshot, failure: api.Failed) ->
         before = ", ".join(f"{one.route} ({one.code})" for one in state.tried[:-1])
         message = f"{message}; tried before: {before}"
     status = upstream_status(failure.code)
-    if status == 429 or failure.retry_after_s is not None:
+    # A worker that starts is not busy.
+    if status == 429 or (failure.retry_after_s is not None and failure.code != "unavailable"):
         held = [view.held_s for view in snapshot if view.held_s > 0]
         wait = min([*held, *([failure.retry_after_s] if failure.retry_after_s is not None else [])], default=1.0)
         return msgspec.structs.replace(
@@ -249,9 +252,18 @@ def nothing_left(step: Step, snapshot: Snapshot) -> api.Failed:
             retryable=True,
             retry_after_s=min(held),
         )
-    states = ", ".join(f"{view.name}: {'breaker open' if view.available else 'not ready'}" for view in snapshot)
+    states = ", ".join(f"{view.name}: {_state(view)}" for view in snapshot)
     hint = f"no route can answer now ({states}); try again shortly" if states else _NO_ROUTES
-    return api.Failed(request=request, epoch=epoch, code="unavailable", message=hint, retryable=True)
+    again = _STARTING_PAUSE_S if worker_coming(snapshot) else None
+    return api.Failed(
+        request=request, epoch=epoch, code="unavailable", message=hint, retryable=True, retry_after_s=again
+    )
+
+
+def _state(view: RouteView) -> str:
+    if view.available:
+        return "breaker open"
+    return "the model is being loaded" if view.name == LOCAL and view.coming else "not ready"
 
 
 _NO_ROUTES = "neither a worker nor an upstream is configured; start the worker or name a server with --upstream URL"
