@@ -12,7 +12,7 @@ from magnitude_engine import api
 from magnitude_proxy.admission import admit
 from magnitude_proxy.answer import Answer
 from magnitude_proxy.catalogue import Offer
-from magnitude_proxy.errors import Unauthorized
+from magnitude_proxy.errors import BadRequest, Unauthorized
 from magnitude_proxy.middleware import read_body
 from magnitude_proxy.pruner import pruned, watched
 from magnitude_proxy.routing.route import Step
@@ -89,14 +89,19 @@ def steps(asked: Asked, lease: Lease, salt: str, answer_id: str, offer: Offer, u
 def priority(request: web.Request, asked: Asked) -> int:
     """Returns the priority that a request has: what its body or a header asks for, within what the server allows.
 
-    Lower is sooner, as in vLLM; nobody goes before those who ask for nothing unless `most_urgent` lets them. A header
-    that holds no number says nothing.
+    Lower is sooner, as in vLLM; nobody goes before those who ask for nothing unless `most_urgent` lets them.
+
+    Raises:
+        BadRequest: a header holds no whole number.
     """
     wanted = asked.priority
     for name in PRIORITY_HEADERS:
-        text = request.headers.get(name, "")
-        if wanted is None and _NUMBER.fullmatch(text):
-            wanted = int(text)
+        text = request.headers.get(name)
+        if text is None:
+            continue
+        if not _NUMBER.fullmatch(text):
+            raise BadRequest(f"the header {name} must be a whole number, lower is sooner", param=name)
+        wanted = int(text) if wanted is None else wanted
     return min(max(wanted or 0, request.app[SURFACE].config.most_urgent), LEAST_URGENT)
 
 

@@ -112,7 +112,6 @@ PRIORITIES: list[tuple[dict[str, Any], dict[str, str], int]] = [
     ({"priority": 7, "magnitude": {"priority": 3}}, {"x_magnitude_priority": "9"}, 3),
     ({}, {"x_magnitude_priority": "9", "x_vllm_priority": "2"}, 9),
     ({}, {"x_vllm_priority": "2"}, 2),
-    ({}, {"x_vllm_priority": "soon"}, 0),
     ({"priority": -50}, {}, -10),
     ({"priority": 10**15}, {}, 100),
 ]
@@ -128,9 +127,11 @@ async def test_a_client_may_ask_for_a_priority_within_bounds(tmp_path: Path) -> 
             await proxy.post("/messages", {**SAY, "max_tokens": 9}, x_magnitude_priority="5")
             await proxy.post("/completions", {"model": "stub-model", "prompt": ["a", "b"], "priority": 6})
             wrong = await proxy.post("/chat/completions", {**SAY, "priority": "high"})
+            soon = await proxy.post("/chat/completions", SAY, x_vllm_priority="soon")
     wanted = [*(priority for _, _, priority in PRIORITIES), 4, 5, 6, 6]
     assert [sent.body.get("priority", 0) for sent in server.requests] == wanted
     assert (wrong.status, wrong.error["param"]) == (400, "priority")
+    assert (soon.status, soon.error["param"]) == (400, "x-vllm-priority")
 
 
 async def test_the_worker_is_told_the_priority_too(tmp_path: Path) -> None:

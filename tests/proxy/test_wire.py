@@ -99,6 +99,7 @@ def refused(**fields: Any) -> BadRequest:
         ({"guided_choice": []}, "guided_choice"),
         ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
         ({"magnitude": {"session": ""}}, "magnitude.session"),
         ({"magnitude": {"config": {"max_batch_size": 0}}}, "magnitude.config.max_batch_size"),
         ({"magnitude": {"config": {"wishes": 3}}}, "magnitude.config.wishes"),
@@ -257,6 +258,10 @@ def test_a_request_without_a_seed_gets_the_given_one() -> None:
     [
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),

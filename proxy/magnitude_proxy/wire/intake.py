@@ -271,8 +271,8 @@ def _refusal(reasons: Iterator[tuple[str, str]]) -> api.Failed | None:
 
 
 def _form_refusals(asked: Common) -> Iterator[tuple[str, str]]:
-    for name in ("structural_tag", "whitespace_pattern"):
-        if getattr(asked.structured_outputs, name, None) is not None:
+    for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+        if getattr(asked.structured_outputs, name, None) not in (None, False):
             yield f"structured_outputs.{name}", "the local worker does not serve it"
 
 

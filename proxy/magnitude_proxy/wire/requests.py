@@ -127,8 +127,8 @@ class ResponseFormat(Wire, frozen=True, kw_only=True):
     json_schema: SchemaFormat | None = None
 
 
-class StructuredOutputs(Wire, frozen=True, kw_only=True):
-    """The form of the answer as vLLM has it; at most one is set."""
+class StructuredOutputs(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer as vLLM has it; at most one is set. A field of another name asks for nothing known."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -137,6 +137,9 @@ class StructuredOutputs(Wire, frozen=True, kw_only=True):
     json_object: bool | None = None
     structural_tag: Any = None
     whitespace_pattern: Any = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class MagnitudeOptions(Wire, frozen=True, kw_only=True):
