@@ -139,11 +139,14 @@ def _output_limit(generate: api.Generate, prompt: int, context: int) -> int:
     if wanted is not None and prompt + wanted <= context:
         return wanted
     if wanted is None or prompt > context:
-        problem = f"prompt of {prompt} tokens leaves no room for output in the context of {context}"
+        problem = f"prompt of {prompt} tokens leaves no room for output in the context of {context}; shorten the prompt"
     else:
-        problem = f"prompt of {prompt} tokens plus max_tokens {wanted} exceeds the context of {context}"
+        problem = (
+            f"prompt of {prompt} tokens plus max_tokens {wanted} exceeds the context of {context}; "
+            "shorten the prompt or lower max_tokens"
+        )
     field = "max_tokens" if wanted and prompt < context else _input_field(generate)
-    raise ContextTooLong(f"{problem}; shorten the prompt or lower max_tokens", param=field)
+    raise ContextTooLong(problem, param=field)
 
 
 def _echo(generate: api.Generate, tokenizer: Tokenizer) -> str:

@@ -403,6 +403,13 @@ async def test_values_that_cannot_be_sent_are_refused(client: MagnitudeClient, w
         await client.generate_optimized(prompt="q", temprature=1)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("wrong", [{"endpoint": 5}, {"api_key": 5}, {"timeout": "1"}, {"max_retries": 1.5}])
+def test_arguments_of_another_type_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MagnitudeClient(**wrong)
+    assert caught.value.param == next(iter(wrong))
+
+
 def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="http"):
         MagnitudeClient("localhost:8000")

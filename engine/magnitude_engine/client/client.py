@@ -153,12 +153,16 @@ class MagnitudeClient:
         timeout: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        if timeout <= 0 or max_retries < 0:
-            raise ConfigError("timeout must be above 0 and max_retries at least 0", param="timeout")
+        if not isinstance(timeout, int | float) or timeout <= 0:
+            raise ConfigError(f"timeout must be seconds above 0, not {timeout!r}", param="timeout")
+        if not isinstance(max_retries, int) or max_retries < 0:
+            raise ConfigError(
+                f"max_retries must be a whole number of at least 0, not {max_retries!r}", param="max_retries"
+            )
         if config is not None and not isinstance(config, AgentRuntimeConfig):
             raise ConfigError(f"config must be an AgentRuntimeConfig(...), not {type(config).__name__}", param="config")
         key = api_key if api_key is not None else os.environ.get("MAGNITUDE_API_KEY")
-        if key and not (key.isascii() and key.isprintable()):
+        if key and not (isinstance(key, str) and key.isascii() and key.isprintable()):
             raise ConfigError("api_key must be printable ASCII text without line breaks", param="api_key")
         where = base_url(endpoint or os.environ.get("MAGNITUDE_ENDPOINT") or DEFAULT_ENDPOINT)
         self._config = config or AgentRuntimeConfig()

@@ -48,6 +48,8 @@ def base_url(endpoint: str) -> httpx.URL:
     Raises:
         ConfigError: not an http or https URL with a host.
     """
+    if not isinstance(endpoint, str):
+        raise ConfigError(f"endpoint must be a URL as text, not {type(endpoint).__name__}", param="endpoint")
     try:
         url = httpx.URL(endpoint.strip())
     except httpx.InvalidURL as problem:
