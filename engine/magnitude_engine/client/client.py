@@ -156,9 +156,7 @@ class MagnitudeClient:
         if not isinstance(timeout, int | float) or timeout <= 0:
             raise ConfigError(f"timeout must be seconds above 0, not {timeout!r}", param="timeout")
         if not isinstance(max_retries, int) or max_retries < 0:
-            raise ConfigError(
-                f"max_retries must be a whole number of at least 0, not {max_retries!r}", param="max_retries"
-            )
+            raise ConfigError(f"max_retries must be 0, 1, 2 …, not {max_retries!r}", param="max_retries")
         if config is not None and not isinstance(config, AgentRuntimeConfig):
             raise ConfigError(f"config must be an AgentRuntimeConfig(...), not {type(config).__name__}", param="config")
         key = api_key if api_key is not None else os.environ.get("MAGNITUDE_API_KEY")

@@ -93,7 +93,7 @@ def test_wrong_inputs_are_named(model: LoadedModel, source: api.Input, param: st
 def test_without_max_tokens_the_rest_of_the_context_is_the_limit(model: LoadedModel) -> None:
     assert prepare(generate((5,) * 10, max_tokens=None), model, LIMITS).limit == 54
     with pytest.raises(
-        ContextTooLong, match="prompt of 64 tokens leaves no room for output in the context of 64; shorten the prompt$"
+        ContextTooLong, match=r"64 tokens leaves no room for output in the context of 64; shorten the prompt$"
     ):
         prepare(generate((5,) * 64, max_tokens=None), model, LIMITS)
 
