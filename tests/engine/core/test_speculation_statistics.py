@@ -111,13 +111,13 @@ def noise_of_the_first(patch: pytest.MonkeyPatch) -> None:
 
 def logits_of_the_first(patch: pytest.MonkeyPatch) -> None:
     """All rows of a draft are drawn from the logits of its first."""
-    right = stepper.draw
+    right = stepper.drawn_in_parts
 
-    def wrong(logits: torch.Tensor, specs: Sequence[RowSpec]) -> list[Drawn]:
-        starts = [at for at, spec in enumerate(specs) if at == 0 or spec.sampling != specs[at - 1].sampling]
-        return right(logits[[max(start for start in starts if start <= at) for at in range(len(specs))]], specs)
+    def wrong(logits: torch.Tensor, specs: Sequence[RowSpec], sizes: Sequence[int]) -> list[Sequence[Drawn]]:
+        firsts = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True) for _ in range(size)]
+        return right(logits[firsts], specs, sizes)
 
-    patch.setattr(stepper, "draw", wrong)
+    patch.setattr(stepper, "drawn_in_parts", wrong)
 
 
 def some_drafts_believed(patch: pytest.MonkeyPatch) -> None:
