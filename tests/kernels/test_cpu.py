@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from magnitude_engine.model.packed import pack
 from magnitude_kernels.cpu import attend, lay, product, rows
 from magnitude_kernels.cpu.compiled import compiled, usable
 from magnitude_kernels.cpu.emit import Emitter, Value, written
-from magnitude_kernels.cpu.threads import Team, meet, take
+from magnitude_kernels.cpu.threads import Team, asked, begin, done, end, meet, take
+from testkit.inprocess import wait_until
 
 GENERATOR = np.random.default_rng(7)
 POISON = np.float32(1e9)
@@ -200,16 +203,32 @@ def _count_up(counter: int, meeting: int, found: int, threads: int) -> None:
         meet(meeting, threads)
 
 
+@compiled
+def _count_together(numbers: int, team: int, thread: int, threads: int) -> None:
+    if thread == 0:
+        begin(team, threads)
+        _count_up(numbers, numbers + 8, numbers + 16, threads)
+        end(team, threads)
+        return
+    while asked(team, thread):
+        _count_up(numbers, numbers + 8, numbers + 16, threads)
+        done(team)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_meet(threads: int) -> None:
     numbers = np.zeros(3, np.int64)
-    at, team = numbers.ctypes.data, Team(threads)
-    for _ in range(3):
+    before = threading.active_count()
+    at = numbers.ctypes.data
+    team = Team(threads, lambda state, thread: _count_together(at, state, thread, threads))
+    for pause in (0.0, 0.0, 0.05):
+        time.sleep(pause)
         numbers[:] = 0
-        team.run(lambda _: _count_up(at, at + 8, at + 16, threads))
+        team.step()
         assert numbers[0] == 200 * threads
         assert numbers[2] == 0
     team.close()
+    wait_until(lambda: threading.active_count() == before)
 
 
 def test_compiled_code_is_kept_in_a_folder_of_ones_own_only(tmp_path: Path) -> None:

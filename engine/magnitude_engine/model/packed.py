@@ -125,7 +125,9 @@ class PackedModel:
         self._matrices = tuple(matrices)
         self._embedding = embedding
         self._memory = _Memory()
-        self._team = Team(torch.get_num_threads())
+        self._frames = frames = frame.empty()
+        threads = torch.get_num_threads()
+        self._team = Team(threads, lambda team, thread: forward.work(frames, team, thread, threads))
         weakref.finalize(self, self._team.close)
 
     def forward(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int] | None = None) -> StepOutput:
@@ -136,9 +138,8 @@ class PackedModel:
         logits, hidden = torch.empty(wanted, vocab), torch.empty(wanted, self.config.hidden)
         step = self._step(batch, cache, range(self.config.layers) if layers is None else layers)
         space = self._space(step, hidden.numpy(), logits.numpy())
-        threads = self._team.size
-        record = frame.frame(self._model, step, space)
-        self._team.run(lambda thread: forward.run_step(record, thread, threads))
+        frame.fill(self._frames, self._model, step, space)
+        self._team.step()
         return StepOutput(logits[:, : self.config.vocab], hidden)
 
     def _step(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int]) -> frame.Step:

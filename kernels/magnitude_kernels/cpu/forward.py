@@ -32,12 +32,25 @@ from magnitude_kernels.cpu.frame import (
     V,
 )
 from magnitude_kernels.cpu.product import CHUNK, OUTPUTS, multiply, multiply_blocks, takes_codes
-from magnitude_kernels.cpu.threads import meet, take
+from magnitude_kernels.cpu.threads import asked, begin, done, end, meet, take
 
 
 @compiled
-def run_step(f: Any, thread: int, threads: int) -> None:
-    """Computes the step of a frame (`frame.Frame`) together with `threads - 1` others."""
+def work(frames: Any, team: int, thread: int, threads: int) -> None:
+    """Computes the step of `frames[0]` (a `frame.Frame`) with the others of a `threads.Team`, as its `work` does."""
+    if thread == 0:
+        begin(team, threads)
+    # One call, since what is called is compiled into its caller.
+    while thread == 0 or asked(team, thread):
+        _step(frames[0], thread, threads)
+        if thread == 0:
+            end(team, threads)
+            return
+        done(team)
+
+
+@compiled
+def _step(f: Any, thread: int, threads: int) -> None:
     for n in range(f.layers):
         layer = number(f.chosen, n)
         counters = f.counters + (1 + n * COUNTERS) * 8

@@ -161,8 +161,13 @@ class Frame(NamedTuple):
 _RECORD = np.dtype([(name, np.float32 if name == "epsilon" else np.int64) for name in Frame._fields], align=True)
 
 
-def frame(model: Model, step: Step, space: Space) -> Any:
-    """Returns the record that `forward.run_step` takes; the arrays have to outlive its use.
+def empty() -> npt.NDArray[Any]:
+    """Returns what `forward.work` takes, for `fill`."""
+    return np.zeros(1, _RECORD)
+
+
+def fill(frames: npt.NDArray[Any], model: Model, step: Step, space: Space) -> None:
+    """Makes a step the next one to be computed; its arrays have to outlive that.
 
     Raises:
         ValueError: an array is not laid out row after row.
@@ -218,7 +223,7 @@ def frame(model: Model, step: Step, space: Space) -> Any:
         logits_row=space.logits.strides[0],
         epsilon=model.epsilon,
     )
-    return np.array([tuple(made)], _RECORD)[0]
+    frames[0] = made
 
 
 def _arrays(values: Model | Step | Space) -> list[tuple[str, npt.NDArray[Any]]]:
