@@ -20,8 +20,8 @@ from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.model.batch import SequenceRows, StepBatch
 from magnitude_kernels.cpu import frame, lay
 
-# In small steps fewer rows attend together, so that there is work for every thread.
-_SMALL_STEP, _SMALL_TILE = 64, 16
+# Fewer rows than can be (`frame.TILE`) attend together where there would not be work for every thread.
+_LEAST_TILE = 16
 _NO_SLOTS_OF_ITS_OWN = 1 << 40
 
 
@@ -40,9 +40,9 @@ class _Group(NamedTuple):
     shared: int
 
 
-def arrange(batch: StepBatch) -> Arranged:
-    """Returns which rows attend together, and to which slots."""
-    builder = _Builder(batch.positions.numpy())
+def arrange(batch: StepBatch, tiles: int) -> Arranged:
+    """Returns which rows attend together, and to which slots; in about `tiles` tiles, as far as that can be."""
+    builder = _Builder(batch.positions.numpy(), tiles)
     for group in _groups(batch.sequences):
         if len(group.sequences) > 1:
             builder.add_group(group)
@@ -54,17 +54,19 @@ def arrange(batch: StepBatch) -> Arranged:
 class _Builder:
     """Collects slots and tiles."""
 
-    def __init__(self, positions: frame.Indices) -> None:
+    def __init__(self, positions: frame.Indices, tiles: int) -> None:
         self.slots: list[frame.Indices] = []
         self.tiles: list[tuple[int, int, int, int, int]] = []
         self.own = np.full((len(positions), 2), [_NO_SLOTS_OF_ITS_OWN, 0], np.int64)
         self._positions = positions
+        self._wanted = tiles
         self._begin = 0
 
     def add(self, sequence: SequenceRows) -> None:
         """Adds a sequence that shares nothing."""
         known, end = sequence.context - len(sequence.parents), sequence.start + sequence.count
-        tile = frame.TILE if len(self._positions) > _SMALL_STEP else _SMALL_TILE
+        most = min(max(-(-len(self._positions) // self._wanted), _LEAST_TILE), frame.TILE)
+        tile = -(-sequence.count // -(-sequence.count // most))
         mine = _slots(sequence)
         for first in range(sequence.start, end, tile):
             self._tile(first, min(tile, end - first), known)
@@ -111,7 +113,7 @@ def _groups(sequences: Sequence[SequenceRows]) -> Iterator[_Group]:
 
 def _common(members: Sequence[SequenceRows], sequence: SequenceRows, shared: int) -> int:
     """Returns how many tokens in whole blocks a sequence shares with a group that shares `shared`."""
-    if not members or members[0].count > 1 or sequence.count > 1 or len(members) == _SMALL_TILE:
+    if not members or members[0].count > 1 or sequence.count > 1 or len(members) == _LEAST_TILE:
         return 0
     pages = zip(members[0].pages[: shared // PAGE_TOKENS], sequence.pages, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pages)) * PAGE_TOKENS

@@ -26,6 +26,9 @@ from magnitude_kernels.cpu.emit import LANES
 from magnitude_kernels.cpu.rows import CODED_GROUP, GROUP
 from magnitude_kernels.cpu.threads import Team
 
+# Attention is shared out by tiles and key heads; with so many of them for each thread none waits long for another.
+_ITEMS_PER_THREAD = 6
+
 
 class Packed(NamedTuple):
     """A matrix in the layout of `magnitude_kernels.cpu.product`.
@@ -143,7 +146,7 @@ class PackedModel:
         return StepOutput(logits[:, : self.config.vocab], hidden)
 
     def _step(self, batch: StepBatch, cache: KeyValueCache, layers: Sequence[int]) -> frame.Step:
-        arranged = arrange(batch)
+        arranged = arrange(batch, -(-_ITEMS_PER_THREAD * self._team.size // self.config.kv_heads))
         first, size = cache.pages.data_ptr(), cache.pages.stride(0) * cache.pages.element_size()
         places = first + np.arange(2 * self.config.layers, dtype=np.int64) * size
         return frame.Step(

@@ -16,12 +16,13 @@ weighted values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
-import numpy as np
+from llvmlite import ir
 
 from magnitude_kernels.cpu.compiled import compiled
-from magnitude_kernels.cpu.emit import INT32, LANES, PAIRS, SHORTS, VECTOR, Emitter, Value, set_real, written
+from magnitude_kernels.cpu.emit import INT32, LANES, PAIRS, SHORTS, VECTOR, Emitter, Value, written
 from magnitude_kernels.cpu.lay import BLOCK, CODE_BITS, factors_of, values_of
 
 PART = 256
@@ -68,48 +69,63 @@ def _score(queries: int) -> Callable[..., Any]:
     return written("aaaaa", write)
 
 
-def _write_weigh(e: Emitter, scores: Value, seen: Value, factors: Value, state: Value) -> None:
-    """Turns a block's scores into weights against the state's greatest score.
+def _weigh(queries: int, whole: bool) -> Callable[..., Any]:
+    """Makes what turns a block's scores into weights against their states' greatest scores, for some queries.
 
-    Overwrites the scores by int16 codes of the weights times the values' factors, behind which stand two float32: the
-    correction of what the state holds, and the factor of the codes.
+    Its arguments: scores, keys that are seen (all of the block's where it is `whole`), the values' factors, the first
+    state, bytes between states. A query's scores are overwritten by int16 codes of the weights times the values'
+    factors, behind which stand two float32: the correction of what the state holds, and the factor of the codes.
     """
-    b = e.builder
-    limit = e.spread(b.trunc(seen, INT32))
-    found = []
-    for n in range(_VECTORS):
-        visible = b.icmp_signed("<", e.integers(*range(n * LANES, (n + 1) * LANES)), limit)
-        score = e.vector(e.at(scores, 4 * LANES * n))
-        found.append((b.select(visible, score, e.number(float("-inf"))), visible))
-    block = found[0][0]
-    for score, _ in found[1:]:
-        block = e.largest(block, score)
-    before = e.spread_from(state)
-    greatest = e.largest(before, e.fold(block, e.largest))
-    total, most, shares = e.number(0.0), e.number(0.0), []
-    for n, (score, visible) in enumerate(found):
-        weight = b.select(visible, e.power(b.fsub(score, greatest)), e.number(0.0))
-        total = b.fadd(total, weight)
-        factor = b.select(visible, e.vector(e.at(factors, 4 * LANES * n)), e.number(0.0))
-        shares.append(b.fmul(weight, factor))
-        most = e.largest(shares[-1], most)
-    correction = e.power(b.fsub(before, greatest))
-    summed = e.fma(e.spread_from(e.at(state, 4)), correction, e.fold(total, b.fadd))
-    e.store(e.first(greatest), state)
-    e.store(e.first(summed), e.at(state, 4))
-    most = e.fold(most, e.largest)
-    some = b.fcmp_ordered(">", most, e.number(1e-30))
-    scale = b.select(some, b.fdiv(e.number(_LARGEST_WEIGHT), most), e.number(0.0))
-    for n, share in enumerate(shares):
-        e.store(b.trunc(e.rounded_bits(share, scale), SHORTS), e.at(scores, 2 * LANES * n))
-    e.store(e.first(correction), e.at(scores, 2 * BLOCK))
-    e.store(e.first(b.fmul(most, e.number(1.0 / _LARGEST_WEIGHT))), e.at(scores, 2 * BLOCK + 4))
+
+    def write(e: Emitter, *arguments: Value) -> None:
+        first_scores, seen, factors, first_state, state_bytes = arguments
+        b = e.builder
+        places = [e.at(first_scores, query * BLOCK * 4) for query in range(queries)]
+        states = [e.at(first_state, e.times(state_bytes, query)) for query in range(queries)]
+        limit = e.spread(b.trunc(seen, INT32))
+
+        def seen_of(n: int, value: Value, otherwise: float) -> Value:
+            if whole:
+                return value
+            visible = b.icmp_signed("<", e.integers(*range(n * LANES, (n + 1) * LANES)), limit)
+            return b.select(visible, value, e.number(otherwise))
+
+        # Stage by stage for all queries, so that the processor goes on with one while another waits for its lanes.
+        befores, greatest = [], []
+        for scores, state in zip(places, states, strict=True):
+            found = [seen_of(n, e.vector(e.at(scores, 4 * LANES * n)), float("-inf")) for n in range(_VECTORS)]
+            befores.append(e.spread_from(state))
+            greatest.append(e.largest(befores[-1], e.fold(reduce(e.largest, found), e.largest)))
+        totals, most = [e.number(0.0)] * queries, [e.number(0.0)] * queries
+        for query, scores in enumerate(places):
+            for n in range(_VECTORS):
+                place = e.at(scores, 4 * LANES * n)
+                weight = seen_of(n, e.power(b.fsub(e.vector(place), greatest[query])), 0.0)
+                totals[query] = b.fadd(totals[query], weight)
+                share = b.fmul(weight, seen_of(n, e.vector(e.at(factors, 4 * LANES * n)), 0.0))
+                most[query] = e.largest(share, most[query])
+                e.store(share, place)
+        for query, (scores, state) in enumerate(zip(places, states, strict=True)):
+            correction = e.power(b.fsub(befores[query], greatest[query]))
+            total = e.fma(e.spread_from(e.at(state, 4)), correction, e.fold(totals[query], b.fadd))
+            e.store(e.first(greatest[query]), state)
+            e.store(e.first(total), e.at(state, 4))
+            largest = e.fold(most[query], e.largest)
+            some = b.fcmp_ordered(">", largest, e.number(1e-30))
+            scale = b.select(some, b.fdiv(e.number(_LARGEST_WEIGHT), largest), e.number(0.0))
+            shares = [e.vector(e.at(scores, 4 * LANES * n)) for n in range(_VECTORS)]
+            for n, share in enumerate(shares):
+                e.store(b.trunc(e.rounded_bits(share, scale), SHORTS), e.at(scores, 2 * LANES * n))
+            e.store(e.first(correction), e.at(scores, 2 * BLOCK))
+            e.store(e.first(b.fmul(largest, e.number(1.0 / _LARGEST_WEIGHT))), e.at(scores, 2 * BLOCK + 4))
+
+    return written("aaaaa", write)
 
 
 def _mix(queries: int, vectors: int) -> Callable[..., Any]:
     """Adds the weighted sums of a block's values to some queries' states, for `vectors` vectors of dimensions.
 
-    Its arguments: the first query's codes (as `_write_weigh` leaves them), how many, the first values, bytes between
+    Its arguments: the first query's codes (as `_weigh` leaves them), how many, the first values, bytes between
     pairs of slots, the first query's sums, bytes between states.
     """
 
@@ -164,6 +180,18 @@ def _write_merge(e: Emitter, total: Value, part: Value, size: Value) -> None:
     e.loop(size, LANES, [], body)
 
 
+def _write_empty(e: Emitter, state: Value, size: Value) -> None:
+    """Makes a state of `size` dimensions that of a query that has seen nothing."""
+    start = ir.Constant(VECTOR, [float("-inf")] + [0.0] * (LANES - 1))
+    e.store(start, state)
+
+    def body(at: Value, _: list[Value]) -> list[Value]:
+        e.store(e.number(0.0), e.at(state, STATE * 4, e.times(at, 4)))
+        return []
+
+    e.loop(size, LANES, [], body)
+
+
 def _write_finish(e: Emitter, state: Value, out: Value, size: Value) -> None:
     """Writes a state's values over the sum of their weights."""
     share = e.builder.fdiv(e.number(1.0), e.spread_from(e.at(state, 4)))
@@ -177,17 +205,9 @@ def _write_finish(e: Emitter, state: Value, out: Value, size: Value) -> None:
 
 
 _score1, _score2, _score3 = _score(1), _score(2), _score(3)
-_weigh = written("aaaa", _write_weigh)
+_weigh_whole3, _weigh3, _weigh1 = _weigh(3, whole=True), _weigh(3, whole=False), _weigh(1, whole=False)
 _mix32, _mix31, _mix12, _mix11 = _mix(3, 2), _mix(3, 1), _mix(1, 2), _mix(1, 1)
-merge, finish = written("aaa", _write_merge), written("aaa", _write_finish)
-
-
-@compiled
-def empty(state: int, size: int) -> None:
-    """Makes a state of `size` dimensions that of a query that has seen nothing."""
-    for n in range(STATE + size):
-        set_real(state, n, 0.0)
-    set_real(state, 0, -np.inf)
+empty, merge, finish = written("aa", _write_empty), written("aaa", _write_merge), written("aaa", _write_finish)
 
 
 @compiled
@@ -210,13 +230,18 @@ def attend_block(query: int, stride: int, group: int, seen: int, size: int, laid
             _score2(here, stride, laid, size, scores)
         else:
             _score1(here, stride, laid, size, scores)
-        for n in range(count):
-            _weigh(scores + n * BLOCK * 4, seen, factors_of(values, size), states + n * state_bytes)
+        factors = factors_of(values, size)
         if count == 3:
+            if seen == BLOCK:
+                _weigh_whole3(scores, seen, factors, states, state_bytes)
+            else:
+                _weigh3(scores, seen, factors, states, state_bytes)
             _mix_three(scores, seen, values, size, states)
         else:
             for n in range(count):
-                _mix_one(scores + n * BLOCK * 4, seen, values, size, states + n * state_bytes)
+                codes, state_here = scores + n * BLOCK * 4, states + n * state_bytes
+                _weigh1(codes, seen, factors, state_here, state_bytes)
+                _mix_one(codes, seen, values, size, state_here)
 
 
 @compiled

@@ -35,6 +35,8 @@ _WHOLE = 12582912.0
 
 # LLVM makes several instructions of what processors with AVX2 have one for.
 _HAS_PAIR_SUMS = binding.get_host_cpu_features().get("avx2", False)
+# What is written as an instruction has to be read.
+binding.initialize_native_asmparser()
 
 # What llvmlite and numba hand around has no types of its own.
 Value = Any
@@ -104,6 +106,15 @@ class Emitter:
             x, y = (self.builder.sext(self.builder.shuffle_vector(v, v, order), WIDE) for v in (a, b))
             products.append(self.builder.mul(x, y))
         return self.builder.add(*products)
+
+    def add_pair_sums(self, total: Value, a: Value, b: Value) -> Value:
+        """Returns `total` and `pair_sums` of `a` and `b` added up."""
+        found = self.pair_sums(a, b)
+        if not _HAS_PAIR_SUMS:
+            return self.builder.add(total, found)
+        # LLVM would add up what comes in one iteration first, for which there are not enough registers.
+        kind = ir.FunctionType(WIDE, [WIDE, WIDE])
+        return self.builder.asm(kind, "vpaddd $2, $1, $0", "=x,x,x", [total, found], side_effect=False)
 
     def spread(self, value: Value, lanes: int = LANES) -> Value:
         """Returns a float32 or int32 in all lanes."""
@@ -269,14 +280,9 @@ def _write_set_number(e: Emitter, address: Value, n: Value, value: Value) -> Non
     e.store(value, e.at(address, e.times(n, 8)))
 
 
-def _write_set_real(e: Emitter, address: Value, n: Value, value: Value) -> None:
-    e.store(value, e.at(address, e.times(n, 4)))
-
-
-# The n-th int64 behind an address, read and written, and the n-th float32.
+# The n-th int64 behind an address, read and written.
 number: Callable[[int, int], int] = written("aa", _write_number, types.int64)
 set_number: Callable[[int, int, int], None] = written("aaa", _write_set_number)
-set_real: Callable[[int, int, float], None] = written("aaf", _write_set_real)
 
 
 def caller(arguments: int) -> Callable[..., Any]:

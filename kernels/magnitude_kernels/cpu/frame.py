@@ -17,7 +17,7 @@ MATRIX_BYTES = 8 * MATRIX_NUMBERS
 COUNTERS = 8
 SPLIT_COUNTER = 7
 # Most rows that attend together: what is laid out of a block serves all of them.
-TILE = 32
+TILE = 64
 # Up to so many rows, the parts of a row's context go to several threads.
 SPLIT_ROWS = 16
 # From so many parts on a thread takes all key heads of one at a time.

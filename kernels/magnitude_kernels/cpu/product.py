@@ -29,9 +29,9 @@ from magnitude_kernels.cpu.threads import take
 
 OUTPUTS = 16
 FOUR_BITS, EIGHT_BITS, BFLOAT16 = 4, 8, 16
-TILE_ROWS = 5
+TILE_ROWS = 4
 # Blocks that a thread takes at once.
-CHUNK = 4
+CHUNK = 2
 
 _BYTES = {FOUR_BITS: 8, EIGHT_BITS: 16, BFLOAT16: 32}
 _SCALE_BYTES = 2 * OUTPUTS * 2
@@ -82,7 +82,7 @@ def _tile(kind: int, rows: int) -> Callable[..., Any]:
                         factor = b.bitcast(e.spread(pair), PAIRS)
                         for half in range(_HALVES):
                             index = row * _HALVES + half
-                            values[index] = b.add(values[index], e.pair_sums(halves[half][n], factor))
+                            values[index] = e.add_pair_sums(values[index], halves[half][n], factor)
                 return values
 
             zeros = [e.integers(0)] * (rows * _HALVES)
@@ -145,7 +145,7 @@ def tiles(kind: int) -> int:
     Its arguments: first block, blocks, rows, then those of `_tile`, for block 0 and the first row.
     """
     width = _BYTES[kind]
-    one, two, three, four, five = (
+    one, two, three, four = (
         _wide_tile(rows) if kind == BFLOAT16 else _tile(kind, rows) for rows in range(1, TILE_ROWS + 1)
     )
 
@@ -160,9 +160,7 @@ def tiles(kind: int) -> int:
             for block in range(first, first + blocks):
                 code, scale = codes + block * inputs * width, scales + block * (inputs // GROUP * _SCALE_BYTES)
                 place = out + row * out_row + block * OUTPUTS * 4
-                if count == 5:
-                    five(code, scale, x_here, x_row, place, out_row, inputs)
-                elif count == 4:
+                if count == 4:
                     four(code, scale, x_here, x_row, place, out_row, inputs)
                 elif count == 3:
                     three(code, scale, x_here, x_row, place, out_row, inputs)
