@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from magnitude_engine.config import PAGE_TOKENS
@@ -84,7 +85,8 @@ def build_batch(shares: Iterable[Rows], device: torch.device) -> StepBatch:
         logit_rows += range(len(ids) - wanted, len(ids))
 
     def column(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        # Several times as fast as torch.tensor for a few numbers.
+        return torch.from_numpy(np.array(values, np.int64)).to(device)
 
     return StepBatch(column(ids), column(positions), column(slots), tuple(spans), column(logit_rows))
 

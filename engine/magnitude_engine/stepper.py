@@ -101,6 +101,7 @@ class Stepper:
         self.ahead.read(began)
         self._admit()
         work = self._plan()
+        self.cache.tiers.yield_to(bool(work))
         if not work:
             return not self.waiting and self._compute_ahead(began)
         logits = self._forward(work)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from magnitude_engine import api
@@ -215,15 +216,16 @@ def _params(logits: torch.Tensor, rows: Sequence[RowSpec]) -> SampleParams:
     device = logits.device
     keys = [row_key(row.sampling.seed, row.choice, row.position) for row in rows]
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def column(values: list[float] | list[int], kind: torch.dtype) -> torch.Tensor:
+        # Several times as fast as torch.tensor for a few numbers.
+        return torch.from_numpy(np.array(values)).to(device, kind)
 
     return SampleParams(
-        temperature=column([row.sampling.temperature for row in rows]),
-        top_k=torch.tensor([row.sampling.top_k for row in rows], dtype=torch.int32, device=device),
-        top_p=column([row.sampling.top_p for row in rows]),
-        min_p=column([row.sampling.min_p for row in rows]),
-        keys=torch.tensor(keys, dtype=torch.int64, device=device),
+        temperature=column([row.sampling.temperature for row in rows], torch.float32),
+        top_k=column([row.sampling.top_k for row in rows], torch.int32),
+        top_p=column([row.sampling.top_p for row in rows], torch.float32),
+        min_p=column([row.sampling.min_p for row in rows], torch.float32),
+        keys=column(keys, torch.int64),
         mask=_masks(logits, rows),
     )
 

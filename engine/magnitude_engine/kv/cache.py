@@ -64,7 +64,7 @@ class PagedCache:
         self.apply()
         saved = 0
         for page, name in due:
-            if not self.tiers.save(name, read_page(self._pages, page)):
+            if not self.tiers.save(name, read_page(self._pages, page), idly=True):
                 break
             saved += 1
         self._touch([spill.name for spill in due[:saved]])

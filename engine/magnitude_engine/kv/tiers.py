@@ -147,9 +147,14 @@ class Tiers:
             if self.lacks(block.name.key):
                 self.save(block.name, block.payload)
 
-    def save(self, name: BlockName, payload: Payload) -> bool:
-        """Begins to write a block to disk; False where that is not possible now."""
-        return self._disk is not None and self._disk.write(name, payload)
+    def save(self, name: BlockName, payload: Payload, idly: bool = False) -> bool:
+        """Begins to write a block to disk; False where that is not possible now (see `DiskTier.write`)."""
+        return self._disk is not None and self._disk.write(name, payload, idly)
+
+    def yield_to(self, live: bool) -> None:
+        """Takes in whether the engine computes for somebody; writing to disk takes less of the processors then."""
+        if self._disk is not None:
+            self._disk.yield_to(live)
 
     def load(self, key: bytes) -> Payload | None:
         """Returns a block from host memory."""

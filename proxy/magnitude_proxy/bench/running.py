@@ -20,12 +20,15 @@ import httpx
 from magnitude_engine.errors import MagnitudeError
 from magnitude_proxy.bench.contenders import VLLM_PACKAGES, Contender
 from magnitude_proxy.process import die_with_parent
+from magnitude_proxy.setup import hardware
 
 # vLLM compiles at its start, which takes long on a busy machine.
 START_S = 1800.0
 STOP_S = 20.0
 _POLL_S = 0.2
 _LOG_LINES = 6
+# Instructions that multiply bfloat16, in the words of `hardware.FLAGS`.
+_BFLOAT16 = {"AVX-512 bf16", "AMX bf16", "bf16"}
 _SONAME = re.compile(r"(.*\.so\.\d+)\.[\d.]+")
 _DISTRIBUTION = re.compile(r"([A-Za-z0-9_.]+)-([0-9][^-]*)\.dist-info")
 
@@ -69,7 +72,7 @@ def running(contender: Contender, model: Model, work: Path) -> Iterator[Running]
     with tempfile.TemporaryDirectory(dir=work, prefix=f"{contender.name}-") as name:
         folder, port = Path(name), free_port()
         prepare(contender, folder)
-        values = {"port": str(port), "model": str(model.of(contender)), "folder": name, **_cores()}
+        values = {"port": str(port), "model": str(model.of(contender)), "folder": name, **_host()}
         log = folder / "server.log"
         began = time.monotonic()
         with spawned(contender, values, log) as process:
@@ -192,9 +195,12 @@ def log_end(log: Path) -> str:
     return "\n  ".join(lines[-_LOG_LINES:]) or "it wrote nothing"
 
 
-def _cores() -> dict[str, str]:
+def _host() -> dict[str, str]:
+    """Returns what command lines say of this machine."""
+    fast = _BFLOAT16.intersection(hardware.look().instructions)
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    return {"cores": str(len(usable)), "all_cores": ",".join(map(str, usable))}
+    dtype = "bfloat16" if fast else "float32"
+    return {"cores": str(len(usable)), "all_cores": ",".join(map(str, usable)), "dtype": dtype}
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:

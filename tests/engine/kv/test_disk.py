@@ -39,6 +39,7 @@ from testkit.disk import (
     payload_of,
     stored,
 )
+from testkit.inprocess import wait_until
 
 
 @pytest.fixture
@@ -151,6 +152,30 @@ def test_a_full_queue_drops_and_later_accepts(tmp_path: Path) -> None:
     assert tier.flush(PATIENCE_S)
     stored(tier, chain)
     assert tier.stats.blocks == 5
+    tier.close()
+
+
+def test_while_the_engine_computes_blocks_are_written_with_gaps_until_half_the_queue_is_full(tmp_path: Path) -> None:
+    tier = opened(tmp_path, options=DiskOptions(gap_s=10 * PATIENCE_S, queue_bytes=8 * BLOCK))
+    chain = chain_of(1, 12)
+    assert tier.flush(PATIENCE_S)
+    tier.yield_to(live=True)
+    # One is written at once; of the others four wait, and those that have left memory go until only these are left.
+    assert tier.write(chain[0], payload_of(chain[0]), idly=True)
+    wait_until(lambda: tier.stats.written == 1)
+    assert [tier.write(name, payload_of(name), idly=True) for name in chain[1:6]] == [True] * 4 + [False]
+    assert tier.write(chain[5], payload_of(chain[5]))
+    assert tier.write(chain[6], payload_of(chain[6]))
+    wait_until(lambda: tier.stats.written == 3)
+    time.sleep(0.05)
+    assert tier.stats.written == 3
+    tier.yield_to(live=False)
+    wait_until(lambda: tier.stats.written == 7)
+    tier.yield_to(live=True)
+    assert tier.write(chain[7], payload_of(chain[7]), idly=True)
+    assert tier.write(chain[8], payload_of(chain[8]), idly=True)
+    assert tier.flush(PATIENCE_S)
+    assert tier.stats.written == 9
     tier.close()
 
 

@@ -25,6 +25,7 @@ class DiskOptions:
         pause_s, longest_pause_s: no writing after a failure; doubles with each one in a row.
         smaller_s: for how long after a full disk no more is held than then.
         note_uses_s: how often last uses are noted on disk.
+        gap_s: between two writes while the engine computes for somebody, as long as the queue is at most half full.
         lock_wait_s: for how long a folder that another process uses is waited for.
         clock: monotonic seconds.
         wall_ns: nanoseconds since the epoch.
@@ -36,6 +37,7 @@ class DiskOptions:
     longest_pause_s: float = 60.0
     smaller_s: float = 600.0
     note_uses_s: float = 5.0
+    gap_s: float = 0.1
     lock_wait_s: float = 0.0
     files: Files = field(default_factory=SystemFiles)
     clock: Callable[[], float] = time.monotonic

@@ -92,11 +92,12 @@ class DiskTier:
         with self._shelf.lock:
             return self._shelf.index.get(key) is not None
 
-    def write(self, name: BlockName, payload: bytes | memoryview) -> bool:
+    def write(self, name: BlockName, payload: bytes | memoryview, idly: bool = False) -> bool:
         """Queues a block, as the most recently used one; `touch` the chain when all of it is queued.
 
         A memoryview is copied here, which costs far more than the rest; bytes are not. Returns False, and does
-        nothing, while the queue is full, writing is paused or the tier is closed; True where the block is here already.
+        nothing, while the queue is full (half full for what is written `idly`, which memory still holds), writing is
+        paused or the tier is closed; True where the block is here already.
 
         Raises:
             ValueError: name or payload have the wrong length.
@@ -105,7 +106,11 @@ class DiskTier:
         if size != self._shelf.block_bytes:
             raise ValueError(f"a block has {self._shelf.block_bytes} bytes, not {size}")
         header_fields(bytes(IDENTITY_BYTES), name, size)
-        return self._writer.write(name, payload)
+        return self._writer.write(name, payload, idly)
+
+    def yield_to(self, live: bool) -> None:
+        """Takes in whether the engine computes for somebody: then blocks are written one by one, with gaps."""
+        self._writer.yield_to(live)
 
     def read(self, names: Sequence[BlockName], ready: Callable[[], None]) -> ReadTicket:
         """Starts to read a chain's blocks in order; blocks that still wait to be written are found too.

@@ -1,4 +1,8 @@
-"""Writes queued blocks, evicts to make room, notes last uses, and pauses when the disk refuses."""
+"""Writes queued blocks, evicts to make room, notes last uses, and pauses when the disk refuses.
+
+Writing takes a processor's time from the engine. While that computes for somebody there are gaps between blocks,
+unless blocks that leave memory have filled more than half of the queue.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +38,19 @@ class BlockWriter:
         self._work, self._idle = threading.Condition(shelf.lock), threading.Condition(shelf.lock)
         self._busy = True
         self._flushing = 0
+        self._yielding = False
         self._closed = False
         self._thread = threading.Thread(target=self._write_all, name="kv-disk-writer", daemon=True)
         self._thread.start()
 
-    def write(self, name: BlockName, payload: bytes | memoryview) -> bool:
+    def write(self, name: BlockName, payload: bytes | memoryview, idly: bool) -> bool:
         """Queues a block of the right size (see `DiskTier.write`)."""
-        size = self._shelf.block_bytes
+        room = self._shelf.options.queue_bytes // (2 if idly else 1)
         with self._shelf.lock:
             if self._shelf.index.get(name.key) is not None:
                 return True
             paused = self._shelf.options.clock() < self._paused_until_s
-            full = self._shelf.index.queued_bytes + size > self._shelf.options.queue_bytes
+            full = self._shelf.index.queued_bytes + self._shelf.block_bytes > room
             if self._closed or paused or full:
                 self.dropped += 1
                 return False
@@ -59,6 +64,13 @@ class BlockWriter:
         with self._shelf.lock:
             self._note_use(keys)
             self._work.notify()
+
+    def yield_to(self, live: bool) -> None:
+        """Takes in whether the engine computes for somebody."""
+        if live != self._yielding:
+            with self._shelf.lock:
+                self._yielding = live
+                self._work.notify()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until nothing is queued and last uses are on disk; False if time ran out."""
@@ -93,10 +105,15 @@ class BlockWriter:
         due = self._uses_saved_s + self._shelf.options.note_uses_s - self._shelf.options.clock()
         return 0 if self._flushing else due
 
+    def _hurried(self) -> bool:
+        half = self._shelf.options.queue_bytes / 2
+        return not self._yielding or self._closed or self._flushing > 0 or self._shelf.index.queued_bytes > half
+
     def _write_all(self) -> None:
         self._store(None)
         while True:
             with self._shelf.lock:
+                self._work.wait_for(self._hurried, self._shelf.options.gap_s)
                 self._busy = False
                 self._idle.notify_all()
                 while not (self._closed or self._shelf.index.queued_bytes or self._uses_due_in_s() <= 0):
