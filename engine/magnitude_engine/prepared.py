@@ -138,7 +138,7 @@ def _output_limit(generate: api.Generate, prompt: int, context: int) -> int:
         return context - prompt
     if wanted is not None and prompt + wanted <= context:
         return wanted
-    if wanted is None or prompt > context:
+    if wanted is None or prompt >= context:
         problem = f"prompt of {prompt} tokens leaves no room for output in the context of {context}; shorten the prompt"
     else:
         problem = (

@@ -10,7 +10,7 @@ import pytest
 
 from magnitude import MagnitudeEngine
 from magnitude_engine import MagnitudeClient
-from magnitude_engine.errors import ModelNotFound, RequestError
+from magnitude_engine.errors import ConfigError, ModelNotFound, RequestError
 from testkit.server import Reply, ScriptedServer, scripted
 
 
@@ -24,6 +24,23 @@ async def server() -> AsyncIterator[ScriptedServer]:
 async def client(server: ScriptedServer) -> AsyncIterator[MagnitudeClient]:
     async with MagnitudeClient(server.base_url, max_retries=0) as made:
         yield made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"endpoint": 0}, "endpoint must be a URL as text, not int"),
+        ({"api_key": b""}, "api_key must be printable ASCII text without line breaks"),
+        ({"timeout": True}, "timeout must be seconds above 0, not True"),
+        ({"timeout": float("nan")}, "timeout must be seconds above 0, not nan"),
+        ({"max_retries": True}, "max_retries must be 0, 1, 2 …, not True"),
+    ],
+)
+def test_a_client_is_not_made_with_arguments_of_the_wrong_form(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MagnitudeClient(**wrong)
+    assert caught.value.message == message
+    assert caught.value.param in wrong
 
 
 @pytest.mark.parametrize(

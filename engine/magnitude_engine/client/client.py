@@ -153,16 +153,17 @@ class MagnitudeClient:
         timeout: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        if not isinstance(timeout, int | float) or timeout <= 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(f"timeout must be seconds above 0, not {timeout!r}", param="timeout")
-        if not isinstance(max_retries, int) or max_retries < 0:
+        if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
             raise ConfigError(f"max_retries must be 0, 1, 2 …, not {max_retries!r}", param="max_retries")
         if config is not None and not isinstance(config, AgentRuntimeConfig):
             raise ConfigError(f"config must be an AgentRuntimeConfig(...), not {type(config).__name__}", param="config")
         key = api_key if api_key is not None else os.environ.get("MAGNITUDE_API_KEY")
-        if key and not (isinstance(key, str) and key.isascii() and key.isprintable()):
+        if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable()):
             raise ConfigError("api_key must be printable ASCII text without line breaks", param="api_key")
-        where = base_url(endpoint or os.environ.get("MAGNITUDE_ENDPOINT") or DEFAULT_ENDPOINT)
+        known = os.environ.get("MAGNITUDE_ENDPOINT") or DEFAULT_ENDPOINT
+        where = base_url(known if endpoint is None or endpoint == "" else endpoint)
         self._config = config or AgentRuntimeConfig()
         self._transport = Transport(where, key, timeout, max_retries)
         self._model: str | None = None
