@@ -100,7 +100,7 @@ async def test_what_was_kept_but_not_streamed_is_streamed_by_the_next_attempt(tm
         feedback = Feedback(success=True, timestamp=LATE, at_s=4102444800.0)
         call = made.proxy.running.surface.sessions.call
         words = (record.tenant, feedback.id(), feedback.at_s, '{"success":true,"timestamp":"x","at_s":1.0}')
-        await call("test", "FCALL", "magnitude_session_feedback_3", 1, f"magnitude:{{{record.session}}}", *words)
+        await call("test", "FCALL", "magnitude_session_feedback_4", 1, f"magnitude:{{{record.session}}}", *words)
         for _ in range(2):
             assert (await made.ask("POST", "/feedback", said("run-1"))).json == GOOD
         assert len(await stream(made)) == 1

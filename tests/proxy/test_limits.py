@@ -134,6 +134,8 @@ async def test_the_store_and_the_memory_hold_the_same_rules(tmp_path: Path) -> N
         keeping("none", tmp_path, lambda: now[0]) as here,
     ):
         seen: list[str] = []
+        late: list[tuple[Lease, Lease]] = []
+        fenced = 0
         for number in range(600):
             now[0] += random.random() * 10
             identity = who(f"s{number // 12}")
@@ -144,11 +146,33 @@ async def test_the_store_and_the_memory_hold_the_same_rules(tmp_path: Path) -> N
             if isinstance(first, Refused) or isinstance(second, Refused):
                 seen.append(str(first.param) if isinstance(first, Refused) else "")
                 continue
-            outcome = step(random.randint(1, 60), ok=random.random() < 0.8)
-            assert await stored.commit(first, outcome)
-            assert await here.commit(second, outcome)
+            fenced += first.record.extra_steps
+            late.append((first, second))
+            while late and random.random() < 0.8:
+                first, second = late.pop(random.randrange(len(late)))
+                outcome = step(random.randint(1, 60), ok=random.random() < 0.8)
+                assert await stored.commit(first, outcome) == await here.commit(second, outcome)
+        assert fenced
         assert {"max_iterations", "max_tokens", "max_seconds", "max_repeats"} == set(seen)
         assert len(seen) < 500
+
+
+async def test_steps_that_run_at_once_all_count(tmp_path: Path) -> None:
+    async with (
+        store.server("valkey", tmp_path) as server,
+        keeping(server.url, tmp_path, lambda: 1_000.0) as stored,
+        keeping("none", tmp_path, lambda: 1_000.0) as here,
+    ):
+        for sessions in (stored, here):
+            first, second, third = [await sessions.open(who("a")) for _ in range(3)]
+            assert not await sessions.commit(first, step(10))
+            assert not await sessions.commit(first, step(10))
+            assert not await sessions.commit(second, step(20, ok=False))
+            assert await sessions.commit(third, step(30))
+            with pytest.raises(Refused, match="2 steps were answered, and 2 are allowed"):
+                await sessions.open(who("a"), Terms(server=SessionLimits(max_iterations=2)))
+            fourth = await sessions.open(who("a"), Terms(server=SessionLimits(max_iterations=3, max_tokens=64)))
+            assert (fourth.use.iterations, fourth.use.tokens, fourth.record.steps) == (3, 63, 1)
 
 
 async def opening(sessions: Sessions, identity: Identity, terms: Terms) -> Lease | Refused:

@@ -23,7 +23,7 @@ PRUNED = -1
 _FIELDS = (
     *("epoch", "steps", "prompt_tokens", "completion_tokens", "cached_tokens", "failures", "state", "route"),
     *("finish_reason", "created", "seen", "tenant", "source", "raw", "line"),
-    *("since_steps", "since_tokens", "since_s", *LIMITS),
+    *("since_steps", "since_tokens", "since_s", *LIMITS, "extra_steps", "extra_tokens"),
 )
 
 
@@ -49,7 +49,7 @@ def open_call(session: str, branch: str, opening: Opening, now: float, ttl_s: fl
     arguments = (branch, nonce, now, _ms(ttl_s), owner.tenant, owner.source, owner.raw, owner.advice)
     limits = ["" if most is None else most for most in (*limits_of(terms.server), *limits_of(terms.client))]
     return (
-        *("FCALL", "magnitude_session_open_3", 1, session_key(session)),
+        *("FCALL", "magnitude_session_open_4", 1, session_key(session)),
         *(*arguments, *limits, terms.repeats, int(terms.fresh)),
     )
 
@@ -66,13 +66,13 @@ def commit_call(session: str, branch: str, token: str, outcome: StepOutcome, now
     reason = outcome.finish_reason[:REASON_CHARS].encode("ascii", "backslashreplace").decode("ascii")
     kept = note(branch, outcome, now)
     words = (state_after(outcome), outcome.route, reason, "" if kept is None else _json(kept), int(not outcome.aside))
-    name = "magnitude_session_commit_3"
+    name = "magnitude_session_commit_4"
     return ("FCALL", name, 1, session_key(session), branch, token, now, _ms(ttl_s), *counts, *words)
 
 
 def get_call(session: str) -> Command:
     """Returns the command that reads a record; see `parse_record`."""
-    return ("FCALL_RO", "magnitude_session_get_3", 1, session_key(session))
+    return ("FCALL_RO", "magnitude_session_get_4", 1, session_key(session))
 
 
 def parse_opened(session: str, branch: str, reply: object) -> Opened:
@@ -106,7 +106,8 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         tenant, source, raw, line = [(v or b"").decode() for v in reply[11:15]]
         since_steps, since_tokens = [int(v or 0) for v in reply[15:17]]
         since_s = float(reply[17] or 0)
-        limits = _parse_limits(reply[18:])
+        limits = _parse_limits(reply[18:-2])
+        extra_steps, extra_tokens = [int(v or 0) for v in reply[-2:]]
     except (ValueError, AttributeError, msgspec.ValidationError) as error:
         raise StoreDown(f"the store holds a broken record of session {session}") from error
     if state not in _STATES:
@@ -132,6 +133,8 @@ def parse_record(session: str, reply: object) -> SessionRecord | None:
         since_s=since_s,
         limits=limits,
         line=line,
+        extra_steps=extra_steps,
+        extra_tokens=extra_tokens,
     )
 
 
@@ -170,7 +173,7 @@ def parse_view(session: str, reply: object) -> SessionView | None:
 def feedback_call(session: str, tenant: str, feedback: Feedback) -> Command:
     """Returns the command that keeps feedback; see `parse_fate`."""
     words = (tenant, feedback.id(), feedback.at_s, _json(feedback))
-    return ("FCALL", "magnitude_session_feedback_3", 1, session_key(session), *words)
+    return ("FCALL", "magnitude_session_feedback_4", 1, session_key(session), *words)
 
 
 def parse_fate(reply: object) -> Fate:
@@ -183,13 +186,13 @@ def parse_fate(reply: object) -> Fate:
 
 def settle_call(session: str, feedback: Feedback) -> Command:
     """Returns the command that notes that feedback stands in the stream."""
-    return ("FCALL", "magnitude_session_settle_3", 1, session_key(session), feedback.id())
+    return ("FCALL", "magnitude_session_settle_4", 1, session_key(session), feedback.id())
 
 
 def fail_call(session: str, tenant: str, step: int | None, reason: str) -> Command:
     """Returns the command that marks a step as dead; its reply is the step, -1 or -2 (see `Notes.fail`)."""
     words = (tenant, "" if step is None else step, reason)
-    return ("FCALL", "magnitude_session_fail_3", 1, session_key(session), *words)
+    return ("FCALL", "magnitude_session_fail_4", 1, session_key(session), *words)
 
 
 def branches_call(session: str, tenant: str, version: int, change: Change) -> Command:
@@ -200,12 +203,12 @@ def branches_call(session: str, tenant: str, version: int, change: Change) -> Co
         words += [name, f"{told.state}|{_json(told)}"]
     for name in change.forgotten:
         words += [name, ""]
-    return ("FCALL", "magnitude_session_branches_3", 1, session_key(session), *words)
+    return ("FCALL", "magnitude_session_branches_4", 1, session_key(session), *words)
 
 
 def finish_call(session: str, tenant: str) -> Command:
     """Returns the command that forgets a session; its reply is 1 where it was there."""
-    return ("FCALL", "magnitude_session_finish_3", 1, session_key(session), tenant)
+    return ("FCALL", "magnitude_session_finish_4", 1, session_key(session), tenant)
 
 
 def _branches(found: dict[str, bytes]) -> Branches:

@@ -12,7 +12,7 @@ from magnitude_proxy.bounded import keep
 from magnitude_proxy.limits import NO_TERMS, Terms
 from magnitude_proxy.store.branches import Branches, Change, admit, changed
 from magnitude_proxy.store.credit import KEPT, Fate, Feedback, SessionView, StepNote, note, ordered
-from magnitude_proxy.store.record import Owner, SessionRecord, StepOutcome, after, begun
+from magnitude_proxy.store.record import Owner, SessionRecord, StepOutcome, after, after_fenced, begun
 
 MAX_SESSIONS = 10_000
 MAX_LEASES = 1024
@@ -35,11 +35,12 @@ class Opened(NamedTuple):
 class _Entry:
     """A session, the token of the last lease of each branch that has not committed, and notes (see `SessionView`).
 
-    `branches` is None where only the store knows them.
+    `fenced` are tokens whose branch has a later lease, by themselves; `branches` is None where only the store knows them.
     """
 
     record: SessionRecord
     tokens: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    fenced: OrderedDict[str, None] = field(default_factory=OrderedDict)
     steps: dict[int, StepNote] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
     said: dict[str, Feedback] = field(default_factory=dict)
@@ -75,15 +76,23 @@ class MemoryStore:
         record = msgspec.structs.replace(known, epoch=epoch, state="thinking", seen_s=now, tenant=owner.tenant)
         entry.record = record
         entry.advice = owner.advice or entry.advice
+        if branch in entry.tokens:
+            keep(entry.fenced, entry.tokens[branch], None, MAX_LEASES)
         token = f"memory.{nonce}.{record.epoch}"
         keep(entry.tokens, branch, token, MAX_LEASES)
         self._keep(session, entry)
         return Opened(token, record)
 
     def commit(self, session: str, branch: str, token: str, outcome: StepOutcome, now: float) -> bool:
-        """Adds one step if `token` is the branch's current lease, and ends that lease."""
+        """Adds one step if `token` is the branch's current lease, and ends that lease.
+
+        Of a lease that a later one has fenced only what the limits count is added.
+        """
         entry = self._entries.get(session)
         if entry is None or entry.tokens.get(branch) != token:
+            if entry is not None and token in entry.fenced:
+                del entry.fenced[token]
+                entry.record = after_fenced(entry.record, outcome)
             return False
         del entry.tokens[branch]
         step = entry.record.steps

@@ -39,6 +39,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     since_steps, since_tokens, since_s: answered steps, tokens and Unix time at the beginning of the run that the limits
         count; 0 for the session's own.
     limits: those that its client has set.
+    extra_steps, extra_tokens: answered steps, and tokens, of leases that ended when later ones had fenced them; they
+        count against the limits and nowhere else.
     """
 
     session: str
@@ -61,16 +63,18 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     since_tokens: int = 0
     since_s: float = 0.0
     limits: SessionLimits = SessionLimits()
+    extra_steps: int = 0
+    extra_tokens: int = 0
 
     @property
     def answered(self) -> int:
-        """Steps that ended in an answer."""
-        return self.steps - self.failures
+        """Steps that ended in an answer, fenced ones too."""
+        return self.steps - self.failures + self.extra_steps
 
     @property
     def tokens(self) -> int:
-        """Prompt and completion tokens of all steps."""
-        return self.prompt_tokens + self.completion_tokens
+        """Prompt and completion tokens of all steps, fenced ones too."""
+        return self.prompt_tokens + self.completion_tokens + self.extra_tokens
 
     def use(self, now: float, repeats: int = 0) -> Use:
         """Returns what counts against the limits."""
@@ -132,6 +136,15 @@ def after(record: SessionRecord, outcome: StepOutcome, now: float) -> SessionRec
         route=outcome.route,
         finish_reason=outcome.finish_reason,
         seen_s=now,
+    )
+
+
+def after_fenced(record: SessionRecord, outcome: StepOutcome) -> SessionRecord:
+    """Returns `record` after the end of a lease that a later one has fenced; in Lua a part of `commit`."""
+    return msgspec.structs.replace(
+        record,
+        extra_steps=record.extra_steps + (outcome.ok and not outcome.aside),
+        extra_tokens=record.extra_tokens + outcome.prompt_tokens + outcome.completion_tokens,
     )
 
 

@@ -1,4 +1,4 @@
-#!lua name=magnitude_sessions_3
+#!lua name=magnitude_sessions_4
 -- The session functions. Each touches one key, the hash of one session, so that a cluster can place it anywhere:
 --
 --   record fields    epoch steps prompt_tokens completion_tokens cached_tokens failures state route finish_reason
@@ -6,7 +6,9 @@
 --   advice           what the agent's author was told last of the session ids
 --   since_…          answered steps, tokens and Unix time at the beginning of the run that the limits count
 --   max_…            the session's limits as its client set them
+--   extra_…          answered steps, and tokens, of leases that came to their end fenced: they count for the limits only
 --   lease:<branch>   token of the branch's last lease, until it commits
+--   fenced:<epoch>   token of one that a later lease of its branch has fenced, until it comes to its end
 --   branch:<name>    a branch that was forked: its state, `|`, the rest as JSON (see `branches.py`)
 --   branch_version   counts the changes of branches
 --   branch_limit     most open branches, where the client asked for that
@@ -21,10 +23,11 @@
 
 local FIELDS = {'epoch', 'steps', 'prompt_tokens', 'completion_tokens', 'cached_tokens', 'failures', 'state', 'route',
                 'finish_reason', 'created', 'seen', 'tenant', 'source', 'raw', 'line',
-                'since_steps', 'since_tokens', 'since_s', 'max_iterations', 'max_tokens', 'max_seconds', 'max_repeats'}
+                'since_steps', 'since_tokens', 'since_s', 'max_iterations', 'max_tokens', 'max_seconds', 'max_repeats',
+                'extra_steps', 'extra_tokens'}
 local LIMITS = {'max_iterations', 'max_tokens', 'max_seconds', 'max_repeats'}
 local USED = {'steps', 'failures', 'prompt_tokens', 'completion_tokens', 'since_steps', 'since_tokens', 'since_s',
-              'created'}
+              'created', 'extra_steps', 'extra_tokens'}
 local MAX_LEASES = 512
 local KEPT = 64
 
@@ -37,11 +40,17 @@ local function server()
   return run_id
 end
 
+-- Returns the field of a lease once it is fenced.
+local function fenced(token)
+  return 'fenced:' .. (string.match(token, '(%d+)$') or '')
+end
+
 -- Drops leases that never committed, so that no session holds more than twice MAX_LEASES.
 local function sweep(key, epoch)
   local all = redis.call('HGETALL', key)
   for i = 1, #all, 2 do
-    local counter = string.sub(all[i], 1, 6) == 'lease:' and tonumber(string.match(all[i + 1], '(%d+)$'))
+    local kind = string.match(all[i], '^(%l+):')
+    local counter = (kind == 'lease' or kind == 'fenced') and tonumber(string.match(all[i + 1], '(%d+)$'))
     if counter and counter < epoch - MAX_LEASES then
       redis.call('HDEL', key, all[i])
     end
@@ -70,7 +79,8 @@ local function begun(key, args)
     at[USED[i]] = tonumber(value or 0)
   end
   local own = redis.call('HMGET', key, unpack(LIMITS))
-  local answered, tokens = at.steps - at.failures, at.prompt_tokens + at.completion_tokens
+  local answered = at.steps - at.failures + at.extra_steps
+  local tokens = at.prompt_tokens + at.completion_tokens + at.extra_tokens
   local began = at.since_s > 0 and at.since_s or at.created > 0 and at.created or now
   local used = {answered - at.since_steps, tokens - at.since_tokens, now - began, tonumber(args[17] or 0)}
   local changed = {}
@@ -114,6 +124,10 @@ local function open(keys, args)
   if epoch == 1 then
     redis.call('HSET', key, 'created', args[3], 'source', args[6], 'raw', args[7])
   end
+  local before = redis.call('HGET', key, 'lease:' .. args[1])
+  if before then
+    redis.call('HSET', key, fenced(before), before)
+  end
   redis.call('HSET', key, 'state', 'thinking', 'seen', args[3], 'tenant', args[5], 'lease:' .. args[1], token)
   if (args[8] or '') ~= '' then
     redis.call('HSET', key, 'advice', args[8])
@@ -127,11 +141,17 @@ end
 
 -- KEYS: session. ARGV: branch, token, Unix time, milliseconds to live, prompt, completion and cached tokens, failures,
 -- state, route, finish reason, what to keep of the step, steps that this is (0 for a call beside them). Returns 1 when
--- it was added, 0 when the token is not the branch's lease, -1 when the branch was pruned meanwhile.
+-- it was added, 0 when the token is not the branch's lease, -1 when the branch was pruned meanwhile. Of a lease that a
+-- later one has fenced only what the limits count is added, once.
 local function commit(keys, args)
   local key = keys[1]
   local lease = 'lease:' .. args[1]
   if redis.call('HGET', key, lease) ~= args[2] then
+    if redis.call('HGET', key, fenced(args[2])) == args[2] then
+      redis.call('HDEL', key, fenced(args[2]))
+      redis.call('HINCRBY', key, 'extra_steps', (args[13] or 1) - args[8])
+      redis.call('HINCRBY', key, 'extra_tokens', args[5] + args[6])
+    end
     return closed(key, args[1]) == 'pruned' and -1 or 0
   end
   redis.call('HDEL', key, lease)
@@ -265,11 +285,11 @@ local function branches(keys, args)
   return 1
 end
 
-redis.register_function('magnitude_session_open_3', open)
-redis.register_function('magnitude_session_commit_3', commit)
-redis.register_function{function_name = 'magnitude_session_get_3', callback = get, flags = {'no-writes'}}
-redis.register_function('magnitude_session_feedback_3', feedback)
-redis.register_function('magnitude_session_settle_3', settle)
-redis.register_function('magnitude_session_fail_3', fail)
-redis.register_function('magnitude_session_finish_3', finish)
-redis.register_function('magnitude_session_branches_3', branches)
+redis.register_function('magnitude_session_open_4', open)
+redis.register_function('magnitude_session_commit_4', commit)
+redis.register_function{function_name = 'magnitude_session_get_4', callback = get, flags = {'no-writes'}}
+redis.register_function('magnitude_session_feedback_4', feedback)
+redis.register_function('magnitude_session_settle_4', settle)
+redis.register_function('magnitude_session_fail_4', fail)
+redis.register_function('magnitude_session_finish_4', finish)
+redis.register_function('magnitude_session_branches_4', branches)
