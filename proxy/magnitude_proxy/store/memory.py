@@ -35,7 +35,7 @@ class Opened(NamedTuple):
 class _Entry:
     """A session, the token of the last lease of each branch that has not committed, and notes (see `SessionView`).
 
-    `fenced` are tokens whose branch has a later lease, by themselves; `branches` is None where only the store knows them.
+    `fenced` are tokens of branches that have a later lease; `branches` is None where only the store knows them.
     """
 
     record: SessionRecord
