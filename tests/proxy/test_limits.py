@@ -135,6 +135,7 @@ async def test_the_store_and_the_memory_hold_the_same_rules(tmp_path: Path) -> N
     ):
         seen: list[str] = []
         late: list[tuple[Lease, Lease]] = []
+        newest: dict[str, int] = {}
         fenced = 0
         for number in range(600):
             now[0] += random.random() * 10
@@ -147,11 +148,14 @@ async def test_the_store_and_the_memory_hold_the_same_rules(tmp_path: Path) -> N
                 seen.append(str(first.param) if isinstance(first, Refused) else "")
                 continue
             fenced += first.record.extra_steps
+            newest[identity.session] = first.epoch
             late.append((first, second))
             while late and random.random() < 0.8:
                 first, second = late.pop(random.randrange(len(late)))
                 outcome = step(random.randint(1, 60), ok=random.random() < 0.8)
-                assert await stored.commit(first, outcome) == await here.commit(second, outcome)
+                unfenced = first.epoch == newest[first.identity.session]
+                assert await stored.commit(first, outcome) is unfenced
+                assert await here.commit(second, outcome) is unfenced
         assert fenced
         assert {"max_iterations", "max_tokens", "max_seconds", "max_repeats"} == set(seen)
         assert len(seen) < 500
