@@ -218,6 +218,7 @@ async def test_a_killed_embedded_server_comes_back_with_its_data(tmp_path: Path)
     try:
         assert embedded.problem is None
         async with connected(embedded.url) as connection:
+            await connection.call("CONFIG", "SET", "appendfsync", "always")
             await connection.call("SET", "k", "v")
             first = embedded.pid
             assert first is not None
@@ -262,6 +263,7 @@ async def test_another_process_takes_over_when_the_owner_dies(tmp_path: Path, en
         try:
             assert second.pid is None
             async with connected(second.url) as connection:
+                await connection.call("CONFIG", "SET", "appendfsync", "always")
                 await connection.call("SET", "k", "kept")
                 owner.send_signal(end)
                 await owner.wait()

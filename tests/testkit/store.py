@@ -35,6 +35,8 @@ class Server:
         self._process = await asyncio.create_subprocess_exec(
             *self._arguments,
             *("--dir", str(self._folder), "--appendonly", "yes", "--save", "", "--loglevel", "warning"),
+            # Under the default a write waits for up to two seconds behind a slow fsync, and a kill loses it.
+            *("--appendfsync", "always"),
             stdout=asyncio.subprocess.DEVNULL,
         )
         for _ in range(500):
