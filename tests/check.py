@@ -2,7 +2,7 @@
 
 python tests/check.py          format, lint, budgets, types, import rules, fast tests (under 30 s warm)
 python tests/check.py --fix    rewrite format and fixable lint first
-python tests/check.py --all    and the tests with real processes, models, clients and deployments
+python tests/check.py --all    and the thorough tests, and those with real processes, models, clients and deployments
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FUNCTION_LINES = 60
 PARAMETERS = 6
 BIN = Path(sys.executable).parent
 # Folders that hold slow tests only are left out, since importing their clients takes seconds.
-FAST = ("-m", "not slow and not gpu", "-n2", "--dist=worksteal", "--ignore=tests/peers", "--ignore=tests/system")
+BESIDE = ("-n2", "--dist=worksteal", "--ignore=tests/peers", "--ignore=tests/system")
 
 
 def run(*command: str, threads: int | None = None) -> bool:
@@ -73,15 +73,19 @@ def stages(everything: bool) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "budgets", budgets
     yield "types", lambda: run("mypy")
     yield "imports", lambda: run("lint-imports")
-    yield "fast tests", lambda: run("pytest", "-q", *FAST, threads=1)
+    yield "fast tests", lambda: run("pytest", "-q", "-m", "not thorough and not slow and not gpu", *BESIDE, threads=1)
     if everything:
+        yield (
+            "thorough tests",
+            lambda: run("pytest", "-q", "-m", "thorough and not slow and not gpu", *BESIDE, threads=1),
+        )
         yield "slow tests", lambda: run("pytest", "-q", "-m", "slow and not gpu", "--durations=15")
 
 
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="also run the slow tests")
+    parser.add_argument("--all", action="store_true", help="also run the thorough and the slow tests")
     parser.add_argument("--fix", action="store_true", help="rewrite format and fixable lint first")
     options = parser.parse_args()
     if options.fix:

@@ -187,6 +187,7 @@ def mapped_paths() -> list[str]:
     return [line.split()[0] for line in lines if line.strip()]
 
 
+@pytest.mark.thorough
 def test_the_readme_names_every_product_file_once() -> None:
     product = [path for folder in PACKAGES.values() for path in sources(folder) if says_something(path)]
     named = mapped_paths()

@@ -50,6 +50,7 @@ def cached(result: GenerateResult) -> int:
     return figures["cached_tokens"]
 
 
+@pytest.mark.thorough
 def test_branches_answer_as_the_session_would(engine: MagnitudeEngine, branches: Branches) -> None:
     prompt = "Goal: a prompt long enough to fill some pages of the cache."
     alone = engine.generate(session_id="other", prompt=prompt, **GREEDY)
@@ -61,6 +62,7 @@ def test_branches_answer_as_the_session_would(engine: MagnitudeEngine, branches:
     assert chat["text"] == alone["text"]
 
 
+@pytest.mark.thorough
 def test_streams_and_async_twins_answer_alike(branches: Branches) -> None:
     one, two = branches.fork(2)
     whole = one.generate(prompt="hi", **GREEDY)["text"]
@@ -114,6 +116,7 @@ def test_sixteen_branches_store_a_prefix_of_six_thousand_tokens_once(
     assert max(passes.widths) > 1
 
 
+@pytest.mark.thorough
 def test_questions_of_several_threads_are_one_batch(passes: Passes, branches: Branches) -> None:
     forked = branches.fork(LIMIT)
     forked[0].generate(prompt="Goal: the same beginning", **GREEDY)
@@ -144,6 +147,7 @@ def test_the_limit_is_named_and_pruning_makes_room(branches: Branches) -> None:
             branches.fork(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_a_pruned_branch_takes_all_that_grew_from_it_along(engine: MagnitudeEngine, branches: Branches) -> None:
     left, right = branches.fork(2)
     (child,) = left.fork()
@@ -170,6 +174,7 @@ def test_a_pruned_branch_takes_all_that_grew_from_it_along(engine: MagnitudeEngi
                 call()
 
 
+@pytest.mark.thorough
 def test_pruning_ends_what_the_branch_still_generates(engine: MagnitudeEngine, branches: Branches) -> None:
     streaming, waiting, looping = branches.fork(3)
     long: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 1900}
@@ -216,6 +221,7 @@ def test_the_best_is_the_open_one_with_the_highest_score(branches: Branches) -> 
             one.score(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_the_session_goes_on_from_the_selected_branch(engine: MagnitudeEngine, branches: Branches) -> None:
     engine.generate(session_id="s", prompt="hi", **GREEDY)
     one, two = branches.fork(2)
@@ -269,6 +275,7 @@ def test_a_session_has_one_set_of_branches(engine: MagnitudeEngine) -> None:
                 call(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_branches_of_a_closed_engine_end_without_an_error(engine: MagnitudeEngine, branches: Branches) -> None:
     with branches:
         (branch,) = branches.fork()

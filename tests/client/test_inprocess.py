@@ -38,6 +38,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Magnitud
         yield made
 
 
+@pytest.mark.thorough
 def test_questions_are_answered_and_sessions_reuse_their_cache(engine: MagnitudeEngine) -> None:
     engine.warmup()
     engine.warmup()
@@ -64,6 +65,7 @@ def test_questions_are_answered_and_sessions_reuse_their_cache(engine: Magnitude
     assert first["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.thorough
 def test_a_stream_carries_the_same_answer(engine: MagnitudeEngine) -> None:
     whole = engine.chat([{"role": "user", "content": "hi"}], tools=[TOOL], **GREEDY)
     items = list(engine.chat([{"role": "user", "content": "hi"}], tools=[TOOL], stream=True, **GREEDY))
@@ -72,6 +74,7 @@ def test_a_stream_carries_the_same_answer(engine: MagnitudeEngine) -> None:
     assert "".join(item["text"] for item in items) == result["text"] == whole["text"]
 
 
+@pytest.mark.thorough
 def test_logprobs_come_when_asked(engine: MagnitudeEngine) -> None:
     result = engine.generate(prompt="hi", logprobs=2, **GREEDY)
     positions = result["logprobs"]["content"]
@@ -80,6 +83,7 @@ def test_logprobs_come_when_asked(engine: MagnitudeEngine) -> None:
     assert "logprobs" not in engine.generate(prompt="hi", **GREEDY)
 
 
+@pytest.mark.thorough
 def test_a_stream_closed_early_frees_the_engine(engine: MagnitudeEngine) -> None:
     stream = engine.generate(prompt="hi", temperature=0.0, max_tokens=400, stream=True)
     next(stream)
@@ -87,6 +91,7 @@ def test_a_stream_closed_early_frees_the_engine(engine: MagnitudeEngine) -> None
     assert engine.generate(prompt="hi", **GREEDY)["usage"]["completion_tokens"] <= 8
 
 
+@pytest.mark.thorough
 async def test_the_async_twins_answer_at_the_same_time(engine: MagnitudeEngine) -> None:
     alone = await engine.agenerate(prompt="hi", **GREEDY)
     together = await asyncio.gather(*(engine.agenerate(prompt="hi", **GREEDY) for _ in range(3)))
@@ -96,6 +101,7 @@ async def test_the_async_twins_answer_at_the_same_time(engine: MagnitudeEngine) 
     assert items[-1]["result"]["text"] == alone["text"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [
@@ -124,6 +130,7 @@ def test_what_cannot_be_asked_is_named(
     assert engine.generate(prompt="hi", **GREEDY)["finish_reason"]
 
 
+@pytest.mark.thorough
 def test_calls_and_json_are_as_asked_for(engine: MagnitudeEngine) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
@@ -140,6 +147,7 @@ def test_calls_and_json_are_as_asked_for(engine: MagnitudeEngine) -> None:
     assert json.loads(told["text"])["n"] in (1, 2)
 
 
+@pytest.mark.thorough
 def test_one_stop_text_needs_no_list(engine: MagnitudeEngine) -> None:
     whole = engine.generate(prompt="hi", **GREEDY)["text"]
     stop = whole[2]

@@ -19,6 +19,8 @@ from magnitude_engine.inprocess import Branch
 from testkit.inprocess import Passes, settle, use_tiny_model, wait_until
 from testkit.tiny import tiny_tokenizer
 
+pytestmark = pytest.mark.thorough
+
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
 IN_MEMORY = AgentConfig(enable_hierarchical_cache=False)
 PAGE = 16

@@ -77,6 +77,7 @@ async def test_a_session_tells_and_is_told(made: Agents, client: MagnitudeClient
     assert (gone.value.status, gone.value.error_code) == (404, "session_not_found")
 
 
+@pytest.mark.thorough
 async def test_long_output_comes_in_pieces_and_no_faster_than_it_is_taken(
     made: Agents, client: MagnitudeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_backoff_is_bounded(attempt: int, jitter: float) -> None:
     assert math.isfinite(backoff(attempt, jitter))
 
 
+@pytest.mark.thorough
 @settings(max_examples=50)
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6), st.data())
 def test_events_are_the_same_wherever_the_bytes_are_split(texts: list[str], data: st.DataObject) -> None:

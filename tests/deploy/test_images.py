@@ -68,6 +68,7 @@ def test_compose_services_are_hardened_and_published_on_loopback_only() -> None:
     assert {name for name, s in services.items() if "store" in s["networks"]} == {"valkey", "proxy"}
 
 
+@pytest.mark.thorough
 def test_compose_proxy_and_worker_agree() -> None:
     services = compose()["services"]
     parser = argparse.ArgumentParser()

@@ -68,6 +68,7 @@ def multiplied(weight: Blocks | torch.Tensor, x: np.ndarray) -> np.ndarray:
     return out[:, : packed.blocks * product.OUTPUTS]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [product.FOUR_BITS, product.EIGHT_BITS, product.BFLOAT16])
 def test_products_are_those_of_the_dense_weights_and_a_row_has_the_same_bits_in_any_company(kind: int) -> None:
     outputs, inputs = 100, 96
@@ -215,6 +216,7 @@ def _count_together(numbers: int, team: int, thread: int, threads: int) -> None:
         done(team)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_meet(threads: int) -> None:
     numbers = np.zeros(3, np.int64)

@@ -25,6 +25,7 @@ def test_moves_apply_one_after_the_other(dtype: torch.dtype) -> None:
     assert raw(tensors) == expected
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(MOVES)
 def test_rounds_need_no_order_inside(moves: list[PageMove]) -> None:
@@ -59,6 +60,7 @@ def test_gather_and_back(dtype: torch.dtype, pages: list[int]) -> None:
     assert {page: page_bytes(others, page) for page in untouched} == untouched
 
 
+@pytest.mark.thorough
 def test_every_bit_and_every_swap_changes_the_checksum() -> None:
     tensors = random_cache(2, 1, (1, 2), torch.float32, seed=5)
     staging = PageTensors.of(tensors).staging(1)

@@ -17,6 +17,7 @@ AWKWARD = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 255), (1, 257), (3, 17), (16, 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(8, 1, 80), Heads(2, 2, 128)], ids=str)
 def test_awkward_lengths(heads: Heads, dtype: torch.dtype) -> None:

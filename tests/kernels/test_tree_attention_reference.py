@@ -14,6 +14,7 @@ AWKWARD = [(1, 1), (5, 5), (1, 17), (7, 15), (16, 32), (3, 257), (63, 70), (64, 
 LIMIT = TOLERANCE[torch.float32]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_random_trees(seed: int) -> None:
     step = given(AWKWARD, Heads(9, 3, 64), torch.float32, seed)

@@ -40,6 +40,7 @@ async def test_tenants_are_kept_apart_and_sessions_are_named_by_ids_that_nobody_
     assert not any(told in (secret, "a", "b", "s", "t") for told in (*salts, *names))
 
 
+@pytest.mark.thorough
 async def test_a_session_keeps_its_slot_and_nobody_waits_for_a_busy_one(tmp_path: Path) -> None:
     server = stub("llamacpp", timings={"cache_n": 3, "prompt_n": 2})
     async with server as started, proxying(proxy_config(tmp_path, started.url)) as proxy:

@@ -226,6 +226,7 @@ def test_fields_that_a_server_knows_otherwise_are_renamed_or_dropped() -> None:
     assert added(body, "vllm") == body
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60), st.integers(1, 4))
 def test_slots_are_lent_to_one_step_at_a_time_and_kept_by_their_session(
     steps: list[tuple[int, bool]], total: int

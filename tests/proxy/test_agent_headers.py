@@ -30,6 +30,8 @@ from testkit.agents import MESSAGES, agents, until
 from testkit.proxy import Proxy, proxy_config, proxying
 from testkit.upstream import OpenAIStub
 
+pytestmark = pytest.mark.thorough
+
 PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces" / "public"
 AT_ONCE = 16
 Trouble = Literal["none", "stopped", "flushed", "hung"]

@@ -31,6 +31,7 @@ async def until_running(proxy: Proxy, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.thorough
 async def test_running_requests_finish_and_new_ones_get_503(tmp_path: Path) -> None:
     async with (
         OpenAIStub(piece_delay_s=0.1, delay_s=0.2) as stub,
@@ -53,6 +54,7 @@ async def test_running_requests_finish_and_new_ones_get_503(tmp_path: Path) -> N
         assert (await streamed).events[-1] == "[DONE]"
 
 
+@pytest.mark.thorough
 async def test_what_outlasts_the_grace_is_ended_with_an_error(tmp_path: Path) -> None:
     head = STREAM_HEAD + sse(chunk("Hel"))
     async with ScriptedServer([[head, HANG]]) as upstream:
@@ -90,6 +92,7 @@ async def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:
             await serve(proxy_config(tmp_path, stub.url, listen=ListenConfig(port=0, admin_port=port)))
 
 
+@pytest.mark.thorough
 async def test_serve_announces_itself_and_stops_when_cancelled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

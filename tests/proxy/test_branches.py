@@ -17,6 +17,8 @@ from testkit.agents import MESSAGES, Agents, agents, until
 from testkit.proxy import Reply, proxy_config, proxying
 from testkit.upstream import OpenAIStub
 
+pytestmark = pytest.mark.thorough
+
 ROUTES = {
     "/chat/completions": {"messages": MESSAGES},
     "/completions": {"prompt": "2"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,6 +113,7 @@ def test_the_budget_is_a_fifth_of_the_active_but_at_least_three() -> None:
     assert budget.available()
 
 
+@pytest.mark.thorough
 @given(st.lists(st.integers(0, 4), max_size=30))
 def test_the_budget_is_whole_again_when_nothing_is_active(spent: list[int]) -> None:
     budget = RetryBudget(0.2, 3)

@@ -152,6 +152,7 @@ def test_what_is_too_deep_or_too_many_is_counted() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_tree_as_deep_as_a_long_session_is_shown_whole() -> None:
     runs = [run(index - 1, 16) for index in range(1500)]
     shown = tree(runs, Limits())
@@ -178,6 +179,7 @@ async def command(*arguments: str) -> int:
     return await asyncio.to_thread(cli.main, ["cache", *arguments])
 
 
+@pytest.mark.thorough
 async def test_the_command_shows_a_running_servers_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +212,7 @@ async def test_the_command_shows_a_running_servers_cache(
         assert "has nothing to show: " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 async def test_a_server_without_a_worker_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with proxying(proxy_config(tmp_path, "http://127.0.0.1:9/v1")) as proxy:
         assert await command("--admin-url", proxy.admin) == 2
@@ -218,6 +221,7 @@ async def test_a_server_without_a_worker_says_so(tmp_path: Path, capsys: pytest.
         assert "has no /cache: say with --admin-url" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
@@ -235,12 +239,14 @@ async def test_another_answer_is_told(reply: Reply, said: str, capsys: pytest.Ca
     assert said in output.err
 
 
+@pytest.mark.thorough
 async def test_no_server_at_all_is_told_with_the_way_to_one(capsys: pytest.CaptureFixture[str]) -> None:
     async with refusing_url() as url:
         assert await command("--admin-url", url.removesuffix("/v1")) == 2
     assert "no server answers at http://127.0.0.1:" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "key", "said"),
     [

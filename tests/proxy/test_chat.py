@@ -196,6 +196,7 @@ async def test_failures_before_content_are_http_errors(
     assert reply.header("retry-after") == ("7" if status == 429 else None)
 
 
+@pytest.mark.thorough
 async def test_a_failure_after_content_is_one_error_event_and_no_done(tmp_path: Path) -> None:
     events: list[Action] = [started(), delta("Hel", 1), Pause(0.05), failed("numeric_failure", retryable=False)]
     async with routing(two_routes(tmp_path), ScriptedRoute("local", [events])) as proxy:
@@ -208,6 +209,7 @@ async def test_a_failure_after_content_is_one_error_event_and_no_done(tmp_path: 
     assert (whole.status, whole.error["code"]) == (503, "numeric_failure")
 
 
+@pytest.mark.thorough
 async def test_headers_wait_for_content_and_name_the_route_that_answers(tmp_path: Path) -> None:
     local = ScriptedRoute("local", [[started(), progress(1), Pause(0.1), failed("worker_lost")]])
     async with routing(two_routes(tmp_path), local, ScriptedRoute("u0", [[Pause(0.05), *answer("hi")]])) as proxy:
@@ -216,6 +218,7 @@ async def test_headers_wait_for_content_and_name_the_route_that_answers(tmp_path
     assert all("magnitude" not in chunk for chunk in checked_chunks(reply))
 
 
+@pytest.mark.thorough
 async def test_a_route_that_changes_after_the_headers_is_told_in_the_last_chunk(tmp_path: Path) -> None:
     deadlines = DeadlineConfig(hold_headers_s=0.02)
     local = ScriptedRoute("local", [[started(), Pause(0.2), failed("worker_lost")]])
@@ -228,6 +231,7 @@ async def test_a_route_that_changes_after_the_headers_is_told_in_the_last_chunk(
         assert checked_chunks(reply)[-1]["magnitude"] == {"route": "fallback:u0", "fallback_reason": "worker_lost"}
 
 
+@pytest.mark.thorough
 async def test_a_failure_after_held_headers_is_an_event(tmp_path: Path) -> None:
     deadlines = DeadlineConfig(hold_headers_s=0.02)
     local = ScriptedRoute("local", [[started(), Pause(0.1), failed("numeric_failure", retryable=False)]])
@@ -238,6 +242,7 @@ async def test_a_failure_after_held_headers_is_an_event(tmp_path: Path) -> None:
     assert [wire.check_error(event)["code"] for event in reply.events] == ["numeric_failure"]
 
 
+@pytest.mark.thorough
 async def test_silence_is_filled_with_comments_by_the_clock(tmp_path: Path) -> None:
     deadlines = DeadlineConfig(hold_headers_s=0.02, keepalive_s=0.03, progress_s=60)
     steps = [progress(i) for i in range(1, 12)]
@@ -293,6 +298,7 @@ async def test_fields_that_the_worker_ignores_are_named(tmp_path: Path) -> None:
     assert reply.header("x-magnitude-ignored") == "wish, magnitude.a"
 
 
+@pytest.mark.thorough
 async def test_sessions_count_their_steps_in_a_real_store(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as valkey, OpenAIStub() as stub:
         config = proxy_config(tmp_path, stub.url, store=StoreConfig(url=valkey.url, timeout_s=2))
@@ -348,6 +354,7 @@ async def _first_bytes(client: aiohttp.ClientSession, url: str, ask: Any) -> byt
         return data
 
 
+@pytest.mark.thorough
 async def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_module, "STALL_S", 0.2)
     flood = [delta("x" * 60_000, 1) for _ in range(400)]
@@ -362,6 +369,7 @@ async def test_a_client_that_does_not_read_is_dropped(tmp_path: Path, monkeypatc
             await until(lambda: local.log == ["open local", "close local"])
 
 
+@pytest.mark.thorough
 async def test_many_streams_at_once_keep_apart(tmp_path: Path) -> None:
     async with OpenAIStub() as stub, proxying(proxy_config(tmp_path, stub.url)) as proxy:
 

@@ -18,6 +18,8 @@ from magnitude_proxy.setup import pull as pulling
 from magnitude_proxy.setup.pull import KnownModel, ResolvedModel
 from magnitude_proxy.setup.wheel import Wheel
 
+pytestmark = pytest.mark.thorough
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "magnitude_proxy.main", *arguments)

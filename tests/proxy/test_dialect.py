@@ -37,6 +37,7 @@ def deltas(said: list[tuple[str, list[str]]]) -> list[api.Delta]:
     return made
 
 
+@pytest.mark.thorough
 @given(SAID)
 @settings(max_examples=50)
 def test_parts_follow_one_another_and_lose_nothing(said: list[tuple[str, list[str]]]) -> None:

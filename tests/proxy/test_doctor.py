@@ -184,6 +184,7 @@ async def server() -> AsyncIterator[ScriptedServer]:
         yield running
 
 
+@pytest.mark.thorough
 async def test_upstreams_are_asked_with_their_key(server: ScriptedServer, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sk-up\n")

@@ -88,6 +88,7 @@ async def test_single_events(made: Agents) -> None:
     }
 
 
+@pytest.mark.thorough
 async def test_output_reaches_the_worker_while_the_stream_is_open(made: Agents) -> None:
     async with Upload(made) as upload:
         upload.send(line("tool_started", tool="ls", branch="b1"))
@@ -151,6 +152,7 @@ async def test_a_stream_that_passes_a_limit_ends(
         assert answers[-1]["rejected"] == (3 if limit == "MAX_FAULTS" else 0)
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_does_not_read_holds_the_client_back(made: Agents) -> None:
     made.worker.reading.clear()
     sent = [line("tool_output_delta", text=f"{number:06}" + "x" * 16_000) for number in range(300)]
@@ -216,6 +218,7 @@ async def test_open_streams_are_bounded_per_tenant(made: Agents, monkeypatch: py
         assert other.json["type"] == "acknowledged"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stored", [True, False])
 async def test_a_failed_step_is_remembered(tmp_path: Path, stored: bool) -> None:
     async with agents(tmp_path, stored=stored) as made:
@@ -229,6 +232,7 @@ async def test_a_failed_step_is_remembered(tmp_path: Path, stored: bool) -> None
         assert (report["state"], [step["dead"] for step in report["tracked_steps"]]) == ("failed", ["", "wrong file"])
 
 
+@pytest.mark.thorough
 async def test_tools_are_told_of_while_worker_or_store_are_away(tmp_path: Path) -> None:
     async with agents(tmp_path) as made:
         await made.step("run-1")

@@ -14,6 +14,8 @@ from magnitude_proxy.store.book import SessionBook
 from magnitude_proxy.store.credit import KEPT, Feedback, StepNote, credited, ordered
 from testkit.agents import Agents, agents
 
+pytestmark = pytest.mark.thorough
+
 EARLY, LATE = "2020-01-01T00:00:00Z", "2100-01-01T00:00:00+00:00"
 GOOD = {"status": "acknowledged"}
 

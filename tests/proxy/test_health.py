@@ -33,6 +33,7 @@ def attached(folder: Path, worker: ScriptedWorker, hang_s: float = 20) -> ProxyC
     )
 
 
+@pytest.mark.thorough
 async def test_a_worker_makes_the_proxy_ready_and_its_end_unready(tmp_path: Path) -> None:
     worker = ScriptedWorker(tmp_path / "w.sock")
     async with proxying(attached(tmp_path, worker)) as proxy:
@@ -58,6 +59,7 @@ async def test_a_worker_makes_the_proxy_ready_and_its_end_unready(tmp_path: Path
         assert (await proxy.get("/health/live")).status == 200
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_stands_still_is_not_ready(tmp_path: Path) -> None:
     worker = ScriptedWorker(tmp_path / "w.sock")
     await worker.start()

@@ -165,6 +165,7 @@ def test_blank_values_are_absent() -> None:
     assert identify("t", {"X-Magnitude-Session": "  ", "session_id": ""}, hints).source == "prompt-cache-key"
 
 
+@pytest.mark.thorough
 @given(TEXT, TEXT, TEXT, TEXT)
 def test_no_two_pairs_of_tenant_and_id_meet(tenant: str, raw: str, other_tenant: str, other_raw: str) -> None:
     mine = identify(tenant, {}, IdentityHints(magnitude_session=f"x{raw}x"))
@@ -172,6 +173,7 @@ def test_no_two_pairs_of_tenant_and_id_meet(tenant: str, raw: str, other_tenant:
     assert (mine.session == theirs.session) == ((tenant, raw) == (other_tenant, other_raw))
 
 
+@pytest.mark.thorough
 @given(TEXT)
 def test_any_bytes_give_printable_ids(raw: str) -> None:
     found = identify("t", {"X-Magnitude-Session": f"a{raw}", "X-Magnitude-Branch": f"b{raw}"}, NO_HINTS)

@@ -26,6 +26,7 @@ from testkit.upstream import OpenAIStub
 HASH = "sha256:" + "a" * 64
 
 
+@pytest.mark.thorough
 def test_a_new_key_is_shown_once_and_kept_as_a_hash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys"
     options = ("--tenant", "alice", "--name", "ci", "--set", "max_iterations=50", "--set", "admin=true")
@@ -44,6 +45,7 @@ def test_a_new_key_is_shown_once_and_kept_as_a_hash(tmp_path: Path, capsys: pyte
     assert (known.name, known.admin, known.limits.max_iterations) == ("ci", True, 50)
 
 
+@pytest.mark.thorough
 def test_a_key_that_exists_is_hashed_from_stdin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +80,7 @@ def test_a_wrong_line_names_the_field_and_the_fix_and_no_key(line: str, param: s
     assert "sk-secret" not in caught.value.message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "param"),
     [
@@ -183,6 +186,7 @@ async def test_a_changed_key_file_is_taken_up_and_a_broken_one_is_not(
     assert "sk-one" not in logged
 
 
+@pytest.mark.thorough
 async def test_sighup_reads_the_key_file_again(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-one alice\n")

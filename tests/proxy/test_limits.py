@@ -114,6 +114,7 @@ async def keeping(url: str, folder: Path, clock: Callable[[], float]) -> AsyncIt
         await made.close()
 
 
+@pytest.mark.thorough
 async def test_the_store_and_the_memory_hold_the_same_rules(tmp_path: Path) -> None:
     random, now = Random(6), [1_000.0]
 
@@ -205,6 +206,7 @@ async def limited(folder: Path, stub: OpenAIStub, **limits: float) -> AsyncItera
         yield proxy
 
 
+@pytest.mark.thorough
 async def test_two_proxies_count_one_sessions_steps_and_one_keys_day(tmp_path: Path) -> None:
     keys = parse_key_file("sk-one alice max_iterations=3\nsk-two bob tokens_per_day=10\nsk-three bob", "keys")
     async with store.server("valkey", tmp_path) as server, OpenAIStub() as stub:
@@ -301,6 +303,7 @@ async def test_runs_that_share_a_fingerprint_are_counted_apart(tmp_path: Path) -
     assert statuses == [200, 200, 429] * 2
 
 
+@pytest.mark.thorough
 async def test_with_the_store_away_a_proxy_goes_on_from_what_it_saw(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server, OpenAIStub() as stub:
         kept = StoreConfig(url=server.url, timeout_s=2)

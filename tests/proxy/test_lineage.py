@@ -160,6 +160,7 @@ def test_sub_agents_of_sub_agents_belong_to_the_first_agent() -> None:
     assert [at("a", "b").session, at("b", "a").session] == [at("b").session] * 2
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(["", "rotating"]))
 def test_runs_that_are_told_apart_never_meet(seed: int, header: str) -> None:

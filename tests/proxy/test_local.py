@@ -85,6 +85,7 @@ async def test_an_answer_arrives_whole_and_fenced(tmp_path: Path) -> None:
         assert b.worker.generated[0].epoch == 7002
 
 
+@pytest.mark.thorough
 async def test_many_answers_share_the_connection(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         counts = [(n * 7) % 90 for n in range(60)]
@@ -172,6 +173,7 @@ async def test_no_worker_at_all(tmp_path: Path) -> None:
     await b.route.close()
 
 
+@pytest.mark.thorough
 async def test_a_slow_client_holds_nobody_up_and_loses_nothing(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         slow = b.route.answer(step("3000", "slow"), 0)
@@ -214,6 +216,7 @@ async def test_what_no_frame_can_say_is_refused_and_the_connection_serves_on(tmp
         assert text(await answer(b.route, "2")) == words(2)
 
 
+@pytest.mark.thorough
 async def test_a_silent_or_stuck_worker_gets_nothing_new(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await until(lambda: b.route.status)

@@ -287,6 +287,7 @@ async def test_stop_reasons(
     assert len(whole["content"]) == 1
 
 
+@pytest.mark.thorough
 async def test_a_quiet_stream_is_pinged(tmp_path: Path) -> None:
     limits = DeadlineConfig(hold_headers_s=0.01, keepalive_s=0.01)
     route = ScriptedRoute("local", [[started(), Pause(0.08), delta("x"), finished(), completed()]])

@@ -27,6 +27,8 @@ from testkit.engine import engine_config
 from testkit.proxy import Proxy, Reply, proxy_config, proxying
 from testkit.tiny import tiny_model
 
+pytestmark = pytest.mark.thorough
+
 KEYS = parse_key_file("sk-one alice\nsk-two bob\n", "keys")
 RULES = "You look before you change anything, and say what you found. "
 SYSTEM = {"role": "system", "content": RULES}

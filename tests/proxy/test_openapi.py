@@ -25,6 +25,8 @@ from testkit.openapi import Document, check
 from testkit.proxy import ASK, Proxy, proxy_config, routing
 from testkit.routes import ScriptedRoute, answer
 
+pytestmark = pytest.mark.thorough
+
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "now"}}

@@ -14,6 +14,8 @@ from testkit import store
 from testkit.proxy import Proxy, Reply, proxy_config, proxying
 from testkit.upstream import OpenAIStub
 
+pytestmark = pytest.mark.thorough
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 OPENING = [{"role": "system", "content": "You look before you act."}, {"role": "user", "content": "Which city is it?"}]
 THOUGHT = f"<think>{'hm ' * 400}</think>"

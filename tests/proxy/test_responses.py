@@ -27,6 +27,8 @@ from testkit.routes import (
 )
 from testkit.upstream import STREAM_HEAD, OpenAIStub, ScriptedServer, json_answer
 
+pytestmark = pytest.mark.thorough
+
 ASK: dict[str, Any] = {"model": "magnitude", "input": "Hi"}
 TOOL = {"type": "function", "name": "weather", "description": "Now", "parameters": {"type": "object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -108,6 +108,7 @@ async def test_steps_add_up(kind: str, tmp_path: Path, telemetry: Telemetry) -> 
         assert counted(telemetry, "session_stale_commits") == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", STORES)
 async def test_of_two_writers_exactly_one_commits(kind: str, tmp_path: Path, telemetry: Telemetry) -> None:
     async with (
@@ -143,6 +144,7 @@ async def test_branches_do_not_fence_each_other(tmp_path: Path) -> None:
         assert record.steps == 2
 
 
+@pytest.mark.thorough
 async def test_leases_that_never_commit_do_not_pile_up(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server, sessions_on(server.url, tmp_path) as sessions:
         for start in range(0, 1100, 100):
@@ -198,6 +200,7 @@ async def test_a_promoted_replica_that_lost_writes_refuses_the_old_writer(tmp_pa
             assert await at_b.commit(new, ANSWER)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", STORES)
 async def test_lost_functions_are_loaded_again(kind: str, tmp_path: Path) -> None:
     async with store.server(kind, tmp_path) as server, sessions_on(server.url, tmp_path) as sessions:
@@ -209,6 +212,7 @@ async def test_lost_functions_are_loaded_again(kind: str, tmp_path: Path) -> Non
         assert not any(lease.degraded for lease in leases)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", STORES)
 async def test_killed_in_mid_session_and_back(kind: str, tmp_path: Path, telemetry: Telemetry) -> None:
     async with store.server(kind, tmp_path) as server, sessions_on(server.url, tmp_path, telemetry) as sessions:
@@ -231,6 +235,7 @@ async def test_killed_in_mid_session_and_back(kind: str, tmp_path: Path, telemet
         assert counted(telemetry, "store_errors") >= 3
 
 
+@pytest.mark.thorough
 async def test_absent_at_start_then_there(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server:
         await server.kill()
@@ -245,6 +250,7 @@ async def test_absent_at_start_then_there(tmp_path: Path) -> None:
             assert sessions.problem is None
 
 
+@pytest.mark.thorough
 async def test_a_store_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     async with (
         store.server("valkey", tmp_path) as server,
@@ -264,6 +270,7 @@ async def test_a_store_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.thorough
 async def test_a_full_store_is_a_store_that_is_away(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server, sessions_on(server.url, tmp_path) as sessions:
         await server.do("CONFIG", "SET", "maxmemory", "1")
@@ -307,6 +314,7 @@ def test_a_bad_url_stops_the_start_without_its_secret(tmp_path: Path, telemetry:
         assert caught.value.param == "store.url"
 
 
+@pytest.mark.thorough
 async def test_the_embedded_store_keeps_sessions_over_restarts(tmp_path: Path) -> None:
     async with sessions_on(None, tmp_path) as sessions:
         assert sessions.healthy(), sessions.problem

@@ -14,6 +14,8 @@ from magnitude_proxy.identity import IdentityHints, identify
 from magnitude_proxy.session import StepOutcome
 from testkit.agents import Agents, agents
 
+pytestmark = pytest.mark.thorough
+
 ANSWER = StepOutcome(
     route="local", finish_reason="stop", prompt_tokens=1, completion_tokens=1, cached_tokens=0, tool_call=False, ok=True
 )

@@ -30,6 +30,7 @@ def refused(*flags: str, **environ: str) -> ConfigError:
     return caught.value
 
 
+@pytest.mark.thorough
 def test_defaults_spawn_a_worker_on_loopback() -> None:
     config = load(MAGNITUDE_DATA_DIR="/d")
     assert config.data_dir == "/d"
@@ -38,6 +39,7 @@ def test_defaults_spawn_a_worker_on_loopback() -> None:
     assert config.worker.engine.model_path == config.worker.model == "smollm2"
 
 
+@pytest.mark.thorough
 def test_a_spawned_worker_keeps_pages_on_disk_in_the_data_folder_unless_told(tmp_path: Path) -> None:
     plain = load(MAGNITUDE_DATA_DIR="/d").worker.engine
     assert plain is not None
@@ -52,6 +54,7 @@ def test_a_spawned_worker_keeps_pages_on_disk_in_the_data_folder_unless_told(tmp
     assert near.kv_dir == str(Path("near").absolute())
 
 
+@pytest.mark.thorough
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "m.toml"
     file.write_text(
@@ -76,6 +79,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert load(MAGNITUDE_CONFIG=str(file), MAGNITUDE_PORT="2").listen.port == 2
 
 
+@pytest.mark.thorough
 def test_upstreams_keep_their_order_and_names(tmp_path: Path) -> None:
     config = load(
         "--no-worker", "--upstream", "big=https://api.example.com/v1/", "--upstream", "http://127.0.0.1:8001/v1?a=b",
@@ -93,11 +97,13 @@ def test_upstreams_keep_their_order_and_names(tmp_path: Path) -> None:
     assert [u.name for u in listed.upstreams] == ["a", "b"]
 
 
+@pytest.mark.thorough
 def test_the_store_has_two_variables() -> None:
     assert load(MAGNITUDE_REDIS_URL="redis://r/0").store.url == "redis://r/0"
     assert load(MAGNITUDE_REDIS_URL="redis://r/0", MAGNITUDE_STORE="none").store.url == "none"
 
 
+@pytest.mark.thorough
 def test_aliases_and_booleans() -> None:
     config = load("--model-alias", "gpt-4o", "--model-alias", "*", "--insecure", "--host", "0.0.0.0")
     assert config.worker.aliases == ("gpt-4o", "*")
@@ -105,6 +111,7 @@ def test_aliases_and_booleans() -> None:
     assert load(MAGNITUDE_INSECURE="true", MAGNITUDE_MODEL_ALIAS="a,b").worker.aliases == ("a", "b")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -130,6 +137,7 @@ def test_what_cannot_be_used_is_named_with_the_fix(flags: list[str], words: list
         assert word in message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -154,6 +162,7 @@ def test_a_wrong_file_names_the_field(tmp_path: Path, text: str, words: list[str
         assert word in message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -192,6 +201,7 @@ def _is_struct(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
+@pytest.mark.thorough
 def test_every_setting_is_in_the_table_and_in_the_help() -> None:
     paths = {setting.path for setting in (*settings.TABLE, *settings.SPECIAL)} | {"keys"}
     assert {path for path in leaves(ProxyConfig) if path != "worker.engine.model_path"} <= paths
@@ -296,6 +306,7 @@ def test_origin_headers(header: str | None, local: bool) -> None:
     assert origin_is_local(header) is local
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [["--no-worker"], ["--worker-socket", "/run/w.sock", "--worker", "attach"]])
 def test_engine_settings_without_a_worker_of_ones_own_stop_the_start(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"worker\.engine \(profile\)") as caught:

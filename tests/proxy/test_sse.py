@@ -56,6 +56,7 @@ line_end = st.sampled_from([b"\r", b"\n", b"\r\n"])
 stream_bytes = st.lists(st.tuples(line, line_end).map(b"".join), max_size=20).map(b"".join)
 
 
+@pytest.mark.thorough
 @given(data=stream_bytes, cuts=st.lists(st.integers(0, 120), max_size=8))
 def test_any_cuts_give_the_same_events(data: bytes, cuts: list[int]) -> None:
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})

@@ -89,6 +89,7 @@ async def test_cancelled_requests_never_shift_replies(tmp_path: Path, timeout_s:
             await eventually(lambda: _reads_own(connection))
 
 
+@pytest.mark.thorough
 async def test_a_few_cancelled_requests_never_shift_replies(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server:
         await set_up_tenants(server, 50)
@@ -105,6 +106,7 @@ async def _reads_own(connection: StoreConnection) -> bool:
         return False
 
 
+@pytest.mark.thorough
 async def test_a_late_reply_is_dropped_with_its_connection(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server:
         await set_up_tenants(server, 8)
@@ -119,6 +121,7 @@ async def test_a_late_reply_is_dropped_with_its_connection(tmp_path: Path) -> No
             await eventually(lambda: _reads_own(connection))
 
 
+@pytest.mark.thorough
 async def test_a_loop_that_stood_still_does_not_blame_the_store(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server, connected(server.url, timeout_s=0.2) as connection:
         call = asyncio.create_task(connection.call("PING"))
@@ -129,6 +132,7 @@ async def test_a_loop_that_stood_still_does_not_blame_the_store(tmp_path: Path) 
         assert connection.up
 
 
+@pytest.mark.thorough
 async def test_an_error_reply_takes_the_store_down_for_a_moment(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server, connected(server.url) as connection:
         with pytest.raises(StoreDown, match="unknown command"):
@@ -144,6 +148,7 @@ async def _answers(connection: StoreConnection) -> bool:
         return False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "script",
     [
@@ -181,6 +186,7 @@ async def test_whatever_the_server_says_the_caller_gets_store_down(script: bytes
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.thorough
 async def test_a_slow_store_is_left_alone(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server:
         proxy = store.DelayProxy(server.url, random.Random(4), 0.0)
@@ -202,6 +208,7 @@ def test_pauses_between_knocks() -> None:
     assert next_pause(1.0, STEADY_S, 1.0) == 0.125
 
 
+@pytest.mark.thorough
 async def test_calls_under_way_end_when_the_owner_closes(tmp_path: Path) -> None:
     async with store.server("valkey", tmp_path) as server, connected(server.url) as connection:
         server.signal(signal.SIGSTOP)
@@ -212,6 +219,7 @@ async def test_calls_under_way_end_when_the_owner_closes(tmp_path: Path) -> None
         assert [type(outcome) for outcome in outcomes] == [StoreDown] * 3
 
 
+@pytest.mark.thorough
 async def test_a_killed_embedded_server_comes_back_with_its_data(tmp_path: Path) -> None:
     embedded = EmbeddedStore(tmp_path / "store")
     await embedded.start()
@@ -323,6 +331,7 @@ async def test_a_program_on_path_goes_before_the_wheels(tmp_path: Path, monkeypa
     assert (await find_binary()).name == "valkey-9.1"
 
 
+@pytest.mark.thorough
 async def test_a_server_that_cannot_start_is_a_problem_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from magnitude_proxy.config import TelemetryConfig
@@ -63,6 +64,7 @@ def collecting() -> Iterator[Collector]:
             thread.join()
 
 
+@pytest.mark.thorough
 async def test_only_the_spans_of_sampled_requests_are_made_and_sent() -> None:
     chances = iter((0.3, 0.1))
     with collecting() as collector:

@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from magnitude_proxy.listener import api_application
 from testkit.agents import MESSAGES, Agents, agents
 from testkit.proxy import Reply
+
+pytestmark = pytest.mark.thorough
 
 ALICE, BOB = "sk-one", "sk-two"
 # What differs between two answers to the same request: ids that are drawn, or follow from the client's own, and times.

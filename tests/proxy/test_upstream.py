@@ -165,6 +165,7 @@ async def test_what_is_sent(tmp_path: Path) -> None:
     assert body["magnitude"] == {"session": "s"}
 
 
+@pytest.mark.thorough
 async def test_a_large_body_arrives_whole() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 3_000_000}]}
     async with OpenAIStub() as stub:
@@ -249,6 +250,7 @@ async def test_an_end_without_done_is_complete_when_every_choice_is_finished() -
     assert isinstance(events[-1], api.Completed)
 
 
+@pytest.mark.thorough
 async def test_a_reset_after_the_last_finish_loses_nothing() -> None:
     events = await play([STREAM_HEAD, sse(chunk("a"), chunk(finish="stop")), Pause(0.3), RESET])
     assert isinstance(events[-1], api.Completed)
@@ -455,6 +457,7 @@ async def test_a_server_without_tls() -> None:
     assert "TLS" in failure.message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "stream"),
     [
@@ -473,6 +476,7 @@ async def test_no_content_in_time(script: Script, stream: bool) -> None:
     assert "first_token_s" in failure.message
 
 
+@pytest.mark.thorough
 async def test_silence_in_mid_stream() -> None:
     slow = [item for byte in split(b"data: {") for item in (byte, Pause(0.03))]
     events = await play([STREAM_HEAD, sse(chunk("a")), *slow * 20], idle_s=0.15)
@@ -519,6 +523,7 @@ def route_to(name: str, url: str, session: Any, telemetry: Telemetry) -> Upstrea
     return Upstream(UpstreamConfig(name=name, url=url), session, telemetry, time.monotonic)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

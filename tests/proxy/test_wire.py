@@ -160,6 +160,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_every_object_is_read_as_the_standard_library_reads_it(body: dict[str, Any]) -> None:
@@ -167,6 +168,7 @@ def test_every_object_is_read_as_the_standard_library_reads_it(body: dict[str, A
         assert decode_json(raw.encode()) == json.loads(raw)
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(
@@ -498,6 +500,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(EVENTS)
 def test_a_stream_says_what_the_body_says(events: list[api.Delta]) -> None:

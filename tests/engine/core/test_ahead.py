@@ -21,6 +21,8 @@ from magnitude_engine.warm import ENOUGH_TOKENS, TRIAL, Usefulness, WarmAsk
 from testkit.clock import ManualClock
 from testkit.engine import Recorder, alone, drain, engine_config, generate, run, submit
 
+pytestmark = pytest.mark.thorough
+
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
 TOOL = api.Tool(name="list_files", description="Lists files.", parameters=PARAMETERS)
 CALL = '<tool_call>\n{"name": "list_files", "arguments": {"path": "src"}}\n</tool_call>'

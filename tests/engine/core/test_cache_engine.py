@@ -16,6 +16,8 @@ from magnitude_engine.warm import WarmAsk
 from testkit.engine import alone, generate, run, submit
 from testkit.tiered import PATIENCE_S, counter, disk_stats, evict, save, tiered
 
+pytestmark = pytest.mark.thorough
+
 LONG = "a history of many words that fills page after page of the cache, and goes on for a while after that " * 2
 
 

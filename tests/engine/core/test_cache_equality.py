@@ -19,6 +19,8 @@ from magnitude_engine.model.loader import LoadedModel
 from testkit.engine import Recorder, alone, drain, generate, run, submit
 from testkit.tiered import counter, evict, save, tier_use, tiered
 
+pytestmark = pytest.mark.thorough
+
 GREEDY = api.Sampling(temperature=0.0)
 SEEDED = api.Sampling(temperature=1.1, top_p=0.95, presence_penalty=0.4, seed=11)
 SYSTEM = "you are an agent with tools; answer in short and exact sentences, and never guess. "

@@ -20,6 +20,8 @@ from testkit.disk import files_in
 from testkit.engine import Recorder, alone, generate, run
 from testkit.tiered import counter, disk_stats, evict, save, tiered
 
+pytestmark = pytest.mark.thorough
+
 SECRET = "the launch code is seven four one, and whoever reads this must never tell it to anybody else at all"
 
 Tier = Callable[[LoadedModel, Path], Engine]

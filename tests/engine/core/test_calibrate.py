@@ -43,6 +43,7 @@ def measured(model: LoadedModel, clock: Callable[[], float]) -> Controller | Fix
     return rule(own, stepper.speculation.drafters, clock)
 
 
+@pytest.mark.thorough
 def test_the_fastest_pass_of_each_number_of_rows_counts(packed: LoadedModel) -> None:
     controller = measured(packed, clock_of(lambda rows: 0.01 + 0.002 * rows, 0.5))
     assert isinstance(controller, Controller)
@@ -62,6 +63,7 @@ def test_reference_measures_nothing(model: LoadedModel) -> None:
     assert isinstance(measured(model, never), FixedRule)
 
 
+@pytest.mark.thorough
 def test_measuring_leaves_no_trace(packed: LoadedModel) -> None:
     asked = generate("the same words before and after", sampling=api.Sampling(temperature=1.0, seed=4))
     engine, fresh = engine_of(packed), engine_of(packed)

@@ -25,6 +25,8 @@ from testkit.grammar import allowed
 from testkit.steps import Walk, step
 from testkit.steps import run as pages
 
+pytestmark = pytest.mark.thorough
+
 POINT: dict[str, Any] = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["left", "right"]}},

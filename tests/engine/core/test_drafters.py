@@ -20,6 +20,8 @@ from testkit.engine import alone, engine_config, generate, run
 from testkit.model import smollm2_path
 from testkit.tiny import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.thorough
+
 PAGES, DRAFT_PAGES = 96, 64
 SEEDED = api.Sampling(temperature=1.1, top_p=0.95, seed=11)
 CASES: dict[str, dict[str, Any]] = {

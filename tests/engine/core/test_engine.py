@@ -25,6 +25,7 @@ def small(model: LoadedModel, pages: int = 64, **settings: object) -> Engine:
     return Engine(model, engine_config(**settings), pages=pages)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_batched_with_strangers(model: LoadedModel, sampling: api.Sampling, size: int) -> None:
@@ -37,6 +38,7 @@ def test_batched_with_strangers(model: LoadedModel, sampling: api.Sampling, size
         assert answer.usage.completion_tokens == request.max_tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50])
 def test_chunked_prefill(model: LoadedModel, chunk: int) -> None:
     request = generate(LONG, sampling=SEEDED)
@@ -47,6 +49,7 @@ def test_chunked_prefill(model: LoadedModel, chunk: int) -> None:
     assert progress[-1].done == progress[-1].total == answer.started.prompt_tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_sessions_next_step_computes_only_what_is_new(model: LoadedModel, sampling: api.Sampling) -> None:
     engine = small(model)
@@ -60,6 +63,7 @@ def test_a_sessions_next_step_computes_only_what_is_new(model: LoadedModel, samp
     assert answer.ids() == alone(model, second).ids()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_resuming_at_every_cut_gives_the_unbroken_answer(
@@ -83,6 +87,7 @@ def test_resuming_at_every_cut_gives_the_unbroken_answer(
         assert answer.usage.completion_tokens == 9
 
 
+@pytest.mark.thorough
 def test_resuming_some_of_several_choices(model: LoadedModel) -> None:
     request = generate(LONG, n=3, sampling=SEEDED)
     whole = alone(model, request)
@@ -100,6 +105,7 @@ def test_an_output_of_no_tokens(model: LoadedModel) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+@pytest.mark.thorough
 def test_reuse_ends_at_the_first_different_token(model: LoadedModel) -> None:
     engine = small(model)
     run(engine, generate(LONG, session="s"))
@@ -109,6 +115,7 @@ def test_reuse_ends_at_the_first_different_token(model: LoadedModel) -> None:
     assert answer.ids() == alone(model, changed).ids()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_another_session_of_the_tenant_shares_the_prefix_and_another_tenant_nothing(
     model: LoadedModel, sampling: api.Sampling
@@ -161,6 +168,7 @@ def test_sessions_that_share_a_prefix_are_preempted_and_still_equal(model: Loade
         assert answer.ids() == alone(model, request).ids()
 
 
+@pytest.mark.thorough
 def test_choices_of_another_session_start_from_the_shared_prefix(model: LoadedModel) -> None:
     engine = small(model)
     run(engine, generate(LONG, sampling=SEEDED))
@@ -171,6 +179,7 @@ def test_choices_of_another_session_start_from_the_shared_prefix(model: LoadedMo
     assert [answer.ids(c) for c in range(4)] == [expected.ids(c) for c in range(4)]
 
 
+@pytest.mark.thorough
 def test_level_off_computes_every_prompt_anew(model: LoadedModel) -> None:
     engine = small(model, optimization_level="off")
     answers = [run(engine, generate(LONG, session="s"))[0] for _ in range(2)]
@@ -178,6 +187,7 @@ def test_level_off_computes_every_prompt_anew(model: LoadedModel) -> None:
     assert answers[0].ids() == answers[1].ids()
 
 
+@pytest.mark.thorough
 def test_two_steps_of_one_session_at_once(model: LoadedModel) -> None:
     engine = small(model, prefill_chunk=16)
     requests = [generate(LONG + end, session="s", sampling=SEEDED) for end in ("one", "two", "three")]
@@ -206,6 +216,7 @@ def test_choices_share_one_prefill(model: LoadedModel, prompt: str) -> None:
         assert alone(model, single).ids(choice) == answer.ids(choice)
 
 
+@pytest.mark.thorough
 def test_more_choices_than_seats(model: LoadedModel) -> None:
     request = generate(LONG, n=6, sampling=SEEDED)
     (answer,) = run(small(model, max_batch_size=2), request)
@@ -221,6 +232,7 @@ def test_choices_that_end_before_they_get_a_seat(model: LoadedModel) -> None:
     assert (engine.status().running, engine.status().waiting, engine.status().pages_free) == (0, 0, 64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_preempted_for_lack_of_pages(model: LoadedModel, sampling: api.Sampling) -> None:
     engine = small(model, pages=5)
@@ -313,6 +325,7 @@ def test_a_queue_of_none_still_uses_free_seats(model: LoadedModel) -> None:
     assert recorder.usage.completion_tokens == 12
 
 
+@pytest.mark.thorough
 def test_a_smaller_batch_wanted_by_the_client(model: LoadedModel) -> None:
     engine = small(model, speculation=False)
     shy = generate("x", preferences=api.Preferences(max_batch_size=1))
@@ -324,6 +337,7 @@ def test_a_smaller_batch_wanted_by_the_client(model: LoadedModel) -> None:
     assert all(a.usage for a in answers)
 
 
+@pytest.mark.thorough
 def test_a_row_that_is_not_finite_fails_its_own_request_only(model: LoadedModel) -> None:
     def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
         logits = logits.clone()
@@ -344,6 +358,7 @@ def test_a_row_that_is_not_finite_fails_its_own_request_only(model: LoadedModel)
     assert engine.status().pages_free == 64
 
 
+@pytest.mark.thorough
 def test_what_a_broken_request_started_from_is_computed_anew_for_every_session(model: LoadedModel) -> None:
     broken = generate(LONG + " broken", session="b")
 
@@ -361,6 +376,7 @@ def test_what_a_broken_request_started_from_is_computed_anew_for_every_session(m
     assert engine.status().pages_free == 64
 
 
+@pytest.mark.thorough
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(model: LoadedModel) -> None:
     def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
         if call == 3:
@@ -382,6 +398,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(model: Loa
     assert engine.status().pages_free == 64
 
 
+@pytest.mark.thorough
 def test_steps_that_keep_failing_end_the_engine(model: LoadedModel) -> None:
     def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
         raise RuntimeError("planted")

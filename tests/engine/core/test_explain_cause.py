@@ -269,6 +269,7 @@ def test_a_new_session_blames_only_what_sessions_of_one_agent_share(encoder: Enc
     assert beside(CHAT, CAUSES["the oldest dropped"][0]) == "compaction"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("read", [own_traces, pytest.param(public_traces_or_skip, marks=pytest.mark.slow)])
 def test_recorded_agents_that_only_go_on_miss_nothing(encoder: Encoder, read: Callable[[], list[Trace]]) -> None:
     """Each step of each trace goes on from the one before, whatever was answered meanwhile."""

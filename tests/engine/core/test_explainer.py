@@ -113,6 +113,7 @@ def test_two_conversations_of_one_session_take_turns_without_a_miss(engine: Engi
     assert [(c.cause, c.misses) for c in misses(engine).causes] == [("unseen", 2)]
 
 
+@pytest.mark.thorough
 def test_an_agent_with_another_session_id_at_every_step_is_followed(engine: Engine) -> None:
     rest = ("Find out why the tests of the parser fail.", "Here is what they print: " + "E " * 40)
     first = step(engine, 0, "It is 12:01 now. Look before you change anything.", *rest, session="one")

@@ -158,5 +158,6 @@ def test_sixteen_branches_are_served_no_more_than_a_single_one(seats: int, outpu
     assert max(map(abs, contend(seats, output, 800, fair=True))) <= QUANTUM + seats * turn(output)
 
 
+@pytest.mark.thorough
 def test_by_arrival_alone_the_branches_would_leave_the_single_one_behind() -> None:
     assert contend(2, 20, 800, fair=False)[-1] > 3 * (QUANTUM + 2 * turn(20))

@@ -14,6 +14,8 @@ from magnitude_engine.forced import ForcedEngine
 from testkit.engine import engine_config
 from testkit.tiny import tiny_model
 
+pytestmark = pytest.mark.thorough
+
 ANSWERS = ("the tool is in the house, and then the tool is in the house again", "on the table")
 
 

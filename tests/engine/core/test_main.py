@@ -69,6 +69,7 @@ async def listening(task: asyncio.Task[int], socket: Path) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.thorough
 async def test_it_says_when_it_listens_and_stops_on_sigterm(
     model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +88,7 @@ async def test_it_says_when_it_listens_and_stops_on_sigterm(
     assert (ready.event, ready.pid, ready.socket, ready.model) == ("ready", os.getpid(), str(socket), model.card)
 
 
+@pytest.mark.thorough
 async def test_it_gives_up_when_steps_keep_failing(model: LoadedModel, tmp_path: Path) -> None:
     def spoil(logits: torch.Tensor, call: int) -> torch.Tensor:
         raise RuntimeError("planted")

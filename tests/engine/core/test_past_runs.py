@@ -17,6 +17,8 @@ from magnitude_engine.model.loader import LoadedModel
 from testkit.clock import ManualClock
 from testkit.engine import Recorder, alone, engine_config, generate, run
 
+pytestmark = pytest.mark.thorough
+
 WORDS = "tell me what you told others"
 RUN = list(range(40, 80))
 

@@ -11,6 +11,8 @@ from magnitude_engine.engine import Engine
 from magnitude_engine.model.loader import LoadedModel
 from testkit.engine import alone, engine_config, generate, run
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 40
 # Ids of printable characters, so that text gives the tokens back that it was made of.
 PRINTABLE = {token: -100.0 for token in range(274) if not 35 <= token < 97}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ def test_the_longest_prefix_in_common_names_the_group() -> None:
     assert prefixes.group(a) == b"p"
 
 
+@pytest.mark.thorough
 @given(st.lists(st.lists(st.integers(0, 1), max_size=4), max_size=6))
 def test_groups_are_those_of_a_comparison_of_all_pairs_and_nothing_stays_behind(pages: list[list[int]]) -> None:
     chains = [chain_of((*(page for page in each for _ in range(16)), 7)) for each in pages]

@@ -122,6 +122,7 @@ def test_held_back_text_comes_out_at_the_length_limit(model: LoadedModel) -> Non
     assert feed(sequence, tokens).text == "text EN"
 
 
+@pytest.mark.thorough
 def test_a_tool_call_is_told_apart_from_text(model: LoadedModel) -> None:
     request = generate(chat(tools=(WEATHER,)), request="q", max_tokens=200, ignore_eos=False)
     sequence = Sequence(prepared(model, request), 0, 0, model)

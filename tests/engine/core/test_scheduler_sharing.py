@@ -240,6 +240,7 @@ def snapshot_of(seed: int) -> Snapshot:
 snapshots = st.integers(0, 2**32).map(snapshot_of)
 
 
+@pytest.mark.thorough
 @given(snapshots)
 def test_what_is_admitted_never_needs_more_pages_or_seats_than_there_are(snapshot: Snapshot) -> None:
     """Reserved is what running sequences lack, a page for each choice to come, and all of a prompt not shared."""
@@ -256,6 +257,7 @@ def test_what_is_admitted_never_needs_more_pages_or_seats_than_there_are(snapsho
     assert sum(each.width for each in (*snapshot.running, *chosen)) <= min([snapshot.max_batch_size, *limits])
 
 
+@pytest.mark.thorough
 @given(snapshots)
 def test_no_page_is_computed_by_two(snapshot: Snapshot) -> None:
     by_order = {w.order: w for w in snapshot.waiting}
@@ -265,6 +267,7 @@ def test_no_page_is_computed_by_two(snapshot: Snapshot) -> None:
     assert not set(wanted) & {page for r in snapshot.running for page in r.computing}
 
 
+@pytest.mark.thorough
 @given(snapshots)
 def test_the_first_never_leaves_and_nobody_leaves_without_need(snapshot: Snapshot) -> None:
     plan = plan_seats(snapshot)
@@ -278,6 +281,7 @@ def test_the_first_never_leaves_and_nobody_leaves_without_need(snapshot: Snapsho
         assert gained < lack, "one more left than had to"
 
 
+@pytest.mark.thorough
 @given(snapshots, st.integers(0, 99))
 def test_decisions_do_not_depend_on_the_order_of_the_snapshot(snapshot: Snapshot, seed: int) -> None:
     draw = Random(seed)
@@ -288,6 +292,7 @@ def test_decisions_do_not_depend_on_the_order_of_the_snapshot(snapshot: Snapshot
     assert plan_rows(running, 64, candidates) == plan_rows(snapshot.running, 64, snapshot.waiting)
 
 
+@pytest.mark.thorough
 @given(snapshots, st.integers(1, 300))
 def test_rows_keep_to_the_budget_and_somebody_advances(snapshot: Snapshot, budget: int) -> None:
     missing = {r.order: r.tokens - r.computed for r in snapshot.running}

@@ -70,6 +70,7 @@ def test_everything_ends_and_never_needs_more_pages_than_there_are(
     assert not len(sim.prefixes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seats", [1, 3, 8])
 @pytest.mark.parametrize("budget", [24, 100, 1000])
 def test_a_prefix_is_computed_once_for_all_its_members(seats: int, budget: int) -> None:
@@ -145,6 +146,7 @@ def test_a_long_served_run_gets_its_turn_beside_a_flood_of_newcomers() -> None:
     assert 10 < late.admitted_s <= PATIENCE_S + 3
 
 
+@pytest.mark.thorough
 def test_no_prompt_that_runs_is_starved_of_rows_by_newcomers() -> None:
     """Newcomers whose run was served less fill every chunk; the old one still advances when its patience is over."""
     sim = Simulator(pages=2000, seats=50, budget=16)

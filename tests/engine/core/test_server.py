@@ -45,6 +45,7 @@ async def idle(engine: Engine) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.thorough
 async def test_answers_equal_those_of_the_engine_alone(path: Path, model: LoadedModel) -> None:
     requests = [generate(f"prompt {i}") for i in range(6)]
     async with WorkerClient(path) as one, WorkerClient(path) as two:
@@ -84,6 +85,7 @@ async def test_counts_a_prompt_without_generating(path: Path, model: LoadedModel
     assert engine.status().counters["prompt_tokens"] == 0
 
 
+@pytest.mark.thorough
 async def test_status_is_pushed_and_answers_a_probe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerClient(path) as client:
         first = await client.status()
@@ -93,6 +95,7 @@ async def test_status_is_pushed_and_answers_a_probe(path: Path, monkeypatch: pyt
     assert first.pages_total == 256
 
 
+@pytest.mark.thorough
 async def test_a_cancelled_request_sends_nothing_more(path: Path, engine: Engine) -> None:
     async with WorkerClient(path) as client:
         long = generate("x", max_tokens=100_000 // 100)
@@ -107,6 +110,7 @@ async def test_a_cancelled_request_sends_nothing_more(path: Path, engine: Engine
     assert engine.status().pages_free == 256
 
 
+@pytest.mark.thorough
 async def test_a_request_cancelled_at_once_ends(path: Path, engine: Engine) -> None:
     async with WorkerClient(path) as client:
         requests = [generate("x" * 200, max_tokens=1000) for _ in range(8)]
@@ -118,6 +122,7 @@ async def test_a_request_cancelled_at_once_ends(path: Path, engine: Engine) -> N
     assert engine.status().pages_free == 256
 
 
+@pytest.mark.thorough
 async def test_a_lost_connection_cancels_its_requests_only(path: Path, engine: Engine, model: LoadedModel) -> None:
     kept = generate("kept", max_tokens=60)
     async with WorkerClient(path) as stays:
@@ -133,6 +138,7 @@ async def test_a_lost_connection_cancels_its_requests_only(path: Path, engine: E
     assert engine.status().pages_free == 256
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "frame",
     [
@@ -173,6 +179,7 @@ async def test_another_protocol_is_refused(path: Path, first: api.Command) -> No
     writer.close()
 
 
+@pytest.mark.thorough
 async def test_a_proxy_that_does_not_read_is_dropped(
     path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +220,7 @@ def test_where_nothing_is_kept_nothing_is_computed_ahead(model: LoadedModel) -> 
     assert (event.ahead, done) == (False, [True])
 
 
+@pytest.mark.thorough
 async def test_a_registration_is_told_what_is_compiled_and_what_cannot_be(path: Path) -> None:
     odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     good = (api.Tool(name="a", parameters={"type": "object"}), api.Tool(name="b", parameters=odd))

@@ -24,6 +24,8 @@ from testkit.model import smollm2_path
 from testkit.tiered import counter
 from testkit.tiny import tiny_model
 
+pytestmark = pytest.mark.thorough
+
 PAGES = 96
 PAST_THE_END = 9
 GREEDY = api.Sampling(temperature=0.0)

@@ -12,6 +12,8 @@ from magnitude_engine.engine import Engine
 from magnitude_engine.model.loader import LoadedModel
 from testkit.engine import Recorder, alone, engine_config, generate
 
+pytestmark = pytest.mark.thorough
+
 SESSION_TEXT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 
 

@@ -88,6 +88,7 @@ def processed(logits: list[float], spec: RowSpec, slack: float = 0.0) -> dict[in
 halves = st.integers(-8, 8).map(lambda n: n / 2)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_draw_follows_its_definition(data: st.DataObject) -> None:
@@ -158,6 +159,7 @@ def observe(spec: RowSpec, draws: int) -> Counter[int]:
     return Counter(d.token for d in draw(torch.tensor([LOGITS]).expand(draws, -1), rows))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_draws_follow_the_distribution(name: str) -> None:
     assert g_test(observe(SPECS[name], 1_000), processed(LOGITS, SPECS[name])) > 1e-5
@@ -170,6 +172,7 @@ def test_many_draws_follow_the_distribution(name: str) -> None:
     assert g_test(observe(SPECS[name], 20_000), processed(LOGITS, SPECS[name])) > 1e-5
 
 
+@pytest.mark.thorough
 def test_the_distribution_test_catches_wrong_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     right = noise.exponential
     monkeypatch.setattr(noise, "exponential", lambda integers: right(integers).sqrt())
@@ -208,6 +211,7 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
         assert one([1.0, 5.0, 4.999, -300.0], row(temperature=temperature, seed=seed)) == Drawn(1, True, None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [1e6, 1e38, 1e300])
 def test_huge_temperatures_are_uniform(temperature: float) -> None:
     seen = Counter(one([90.0, 5.0, -90.0, 0.0], row(temperature=temperature, seed=s)).token for s in range(400))

@@ -46,6 +46,7 @@ fragments = st.sampled_from([b"a", b"ab", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f"
 outputs = letters.map(str.encode) | st.binary(max_size=12) | st.lists(fragments).map(b"".join)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_any_split_gives_the_answer_of_the_whole(data: st.DataObject) -> None:
@@ -60,6 +61,7 @@ def test_any_split_gives_the_answer_of_the_whole(data: st.DataObject) -> None:
         assert sum(r.tokens for r in released) == len(pieces)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_no_more_is_held_back_than_may_become_a_stop(data: st.DataObject) -> None:
@@ -74,6 +76,7 @@ def test_no_more_is_held_back_than_may_become_a_stop(data: st.DataObject) -> Non
         assert shown + held(output[:i], stop) == output[:i]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_tokens_are_counted_when_their_last_byte_is_out(data: st.DataObject) -> None:

@@ -108,6 +108,7 @@ PARTS = (SEARCH, ADD, "<tool_call>", "</tool_call>", "<tool", "{", "}", '"', "\\
 fragments = st.sampled_from([*PARTS, '{"name": "add", ', '"arguments": {}}'])
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=80)
 @given(st.lists(fragments, max_size=8).map("".join), st.data())
 def test_any_cut_of_any_text_gives_the_same(text: str, data: st.DataObject) -> None:
@@ -128,6 +129,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(
     st.dictionaries(strings, values, max_size=3),
@@ -185,6 +187,7 @@ def stream(pieces: list[str], *open_tools: str) -> Shown:
     return Shown("".join(text for text, _ in steps), list(calls.values()), deltas, parser.called)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=80)
 @given(st.lists(st.sampled_from([STREAMED, EMPTY]), max_size=3), st.sampled_from(["", "Well, "]), st.data())
 def test_calls_in_pieces_are_the_same_at_any_cut(blocks: list[str], lead: str, data: st.DataObject) -> None:

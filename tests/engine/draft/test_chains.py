@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,18 +48,21 @@ def order_of(length: int) -> int:
     return max(order for order in ORDERS if order <= length)
 
 
+@pytest.mark.thorough
 @CASES
 @given(SMALL)
 def test_all_places_with_the_same_last_token_are_found(tokens: list[int]) -> None:
     assert found_by(chains_of(tokens), tokens) == searched(tokens, tokens)
 
 
+@pytest.mark.thorough
 @CASES
 @given(SMALL, st.lists(st.integers(0, 3), max_size=20))
 def test_another_sequence_is_looked_up_too(tokens: list[int], tail: list[int]) -> None:
     assert found_by(chains_of(tokens), tail) == searched(tokens, tail)
 
 
+@pytest.mark.thorough
 @CASES
 @given(SMALL, st.integers(1, 8))
 def test_with_a_limit_longer_ngrams_and_later_places_come_first(tokens: list[int], limit: int) -> None:
@@ -80,6 +84,7 @@ def assert_same(one: Chains, two: Chains, rng: random.Random) -> None:
     assert one.matches(one.tokens, 7) == two.matches(two.tokens, 7)
 
 
+@pytest.mark.thorough
 def test_one_by_one_in_pieces_or_at_once_is_the_same() -> None:
     rng = random.Random(1)
     for _ in range(10):

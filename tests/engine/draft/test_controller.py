@@ -210,6 +210,7 @@ def test_more_sequences_draft_less_where_rows_are_dear() -> None:
     assert sum(steep.choose([PROMISE], 1)) == 7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("row_s", "sequences"), [(0.0, 1), (0.0001, 4), (0.0003, 1), (0.001, 1), (0.001, 4), (0.004, 1)]
 )
@@ -220,12 +221,14 @@ def test_a_proposer_that_is_always_wrong_costs_two_percent_at_most(row_s: float,
     assert run.speedup >= 0.98
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("truth", [0.1, 0.3, 0.5])
 def test_a_proposer_that_promises_too_much_is_never_slower(truth: float) -> None:
     run = Simulation(0.001, {"suffix": truth})
     assert run.run(run.controller(), 1000).speedup >= 0.98
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pass_s", [0.0005, 0.002, 0.006])
 def test_proposers_that_compute_and_are_always_wrong_cost_two_percent_at_most_all_together(pass_s: float) -> None:
     wrong = {SURE: 0.0, UNSURE: 0.0}
@@ -247,11 +250,13 @@ def test_a_proposer_that_costs_more_than_it_can_give_is_never_asked() -> None:
     assert run.drafted == {}
 
 
+@pytest.mark.thorough
 def test_a_cheap_model_that_is_right_speeds_up() -> None:
     run = Simulation(0.0005, {}, {"model": {SURE: 0.9, UNSURE: 0.9}}, {"model": 0.001})
     assert run.run(run.controller(), 300).speedup > 1.8
 
 
+@pytest.mark.thorough
 def test_need_skips_what_is_not_guessed_before_it_is_computed() -> None:
     """A proposer that is right only where the model is sure is asked there, and does better than always asking."""
     run = Simulation(0.0005, {}, {"self": {SURE: 0.95, UNSURE: 0.0}}, {"self": 0.004})
@@ -269,6 +274,7 @@ def test_what_others_propose_is_not_computed_again() -> None:
     assert not controller.goes_on("model", 0, [0.9 - 0.85], Stage(1, 1))
 
 
+@pytest.mark.thorough
 def test_a_wrong_proposer_does_not_hold_back_a_right_one() -> None:
     run = Simulation(0.001, {"suffix": 0.0, "prediction": 0.95})
     alone = Simulation(0.001, {"prediction": 0.95})
@@ -309,6 +315,7 @@ def test_drafts_that_are_dearer_than_measured_are_dropped() -> None:
     assert (200 + sum(count // 2 for count in counts[100:])) / seconds * PLAIN_S > 0.97
 
 
+@pytest.mark.thorough
 def test_a_trial_is_small() -> None:
     run = Simulation(0.001, {"suffix": 0.0})
     controller = run.controller()

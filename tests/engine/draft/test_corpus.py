@@ -63,6 +63,7 @@ def test_of_a_long_run_the_end_is_held_and_a_short_one_is_not() -> None:
     assert [list(run) for run in corpus.runs()] == [run_of(1, 900)[-250:]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limits", [CorpusLimits(20_000, 400_000), CorpusLimits(700, 10**9), CorpusLimits(9, 9)])
 def test_memory_stays_within_both_limits(limits: CorpusLimits) -> None:
     rng = random.Random(3)
@@ -104,6 +105,7 @@ def test_the_order_of_events_alone_decides_what_is_held() -> None:
         assert one.propose(run_of(seed)[:9], 8, 8) == two.propose(run_of(seed)[:9], 8, 8)
 
 
+@pytest.mark.thorough
 def test_looking_up_while_another_thread_adds() -> None:
     corpus = RunCorpus(SMALL)
     done = threading.Event()

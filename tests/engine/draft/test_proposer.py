@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,7 @@ def test_both_vote_together() -> None:
     assert tree.scores[0] == tree.scores[1]
 
 
+@pytest.mark.thorough
 @CASES
 @given(st.lists(st.integers(0, 2), max_size=50), st.data())
 def test_how_the_tokens_arrive_changes_no_draft(tokens: list[int], data: st.DataObject) -> None:
@@ -77,6 +79,7 @@ def test_a_context_that_shrank_begins_anew() -> None:
     assert len(proposer.index) == 3
 
 
+@pytest.mark.thorough
 def test_matches_that_mislead_are_trusted_less() -> None:
     rng = random.Random(7)
     proposer = SuffixProposer()
@@ -114,6 +117,7 @@ def test_a_prediction_is_taken_up_again_after_a_difference() -> None:
     assert taken == {"replaced": 6, "inserted": 9, "left out": 5, "moved": 8, "rewritten": 15}
 
 
+@pytest.mark.thorough
 @CASES
 @given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 2), min_size=1, max_size=30))
 def test_any_prediction_keeps_the_bounds_and_is_deterministic(prediction: list[int], answer: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ CASES = settings(max_examples=40, deadline=None)
 TOKENS = st.lists(st.integers(0, 2), max_size=80)
 
 
+@pytest.mark.thorough
 @CASES
 @given(TOKENS, TOKENS, TOKENS)
 def test_following_another_prompt_is_as_indexing_it_anew(shared: list[int], before: list[int], now: list[int]) -> None:
@@ -24,6 +26,7 @@ def test_following_another_prompt_is_as_indexing_it_anew(shared: list[int], befo
     assert kept in ({common} if 2 * common >= len(shared + before) else {0})
 
 
+@pytest.mark.thorough
 @CASES
 @given(TOKENS, st.integers(0, 9), st.integers(0, 9))
 def test_drafts_keep_their_bounds_and_are_the_same_every_time(tokens: list[int], nodes: int, depth: int) -> None:

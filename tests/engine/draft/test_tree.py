@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from magnitude_engine.draft.tree import DraftTree, merge
 
+pytestmark = pytest.mark.thorough
+
 CASES = settings(max_examples=40, deadline=None)
 Paths = dict[tuple[int, ...], float]
 

@@ -37,6 +37,7 @@ def likelihood(places: list[Match], trust: Trust, path: tuple[int, ...]) -> floa
     return score
 
 
+@pytest.mark.thorough
 @CASES
 @given(PLACES, st.integers(0, 8), st.integers(0, 5))
 def test_the_tree_holds_the_likeliest_paths(
@@ -52,6 +53,7 @@ def test_the_tree_holds_the_likeliest_paths(
         assert tree.scores[at] == pytest.approx(likelihood(places, trust, path))
 
 
+@pytest.mark.thorough
 @CASES
 @given(PLACES)
 def test_the_ballot_says_what_was_voted_for(drawn: list[tuple[list[int], int, int]]) -> None:
@@ -61,6 +63,7 @@ def test_the_ballot_says_what_was_voted_for(drawn: list[tuple[list[int], int, in
     assert ballot.length == max((p.length for p in places if p.at < len(p.tokens)), default=0)
 
 
+@pytest.mark.thorough
 @CASES
 @given(PLACES, st.floats(0.0, 1.0))
 def test_no_node_is_less_likely_than_the_limit(drawn: list[tuple[list[int], int, int]], least: float) -> None:
@@ -69,6 +72,7 @@ def test_no_node_is_less_likely_than_the_limit(drawn: list[tuple[list[int], int,
     assert tree.scores == tuple(s for s in vote(places, Trust(), Limits(8, 8, 0.0)).tree.scores if s >= least)
 
 
+@pytest.mark.thorough
 @CASES
 @given(PLACES)
 def test_without_forks_the_likeliest_child_is_followed(drawn: list[tuple[list[int], int, int]]) -> None:

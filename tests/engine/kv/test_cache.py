@@ -122,6 +122,7 @@ def test_what_a_broken_sequence_held_is_found_nowhere(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.thorough
 def test_a_folder_is_waited_for_while_its_owner_ends(tmp_path: Path) -> None:
     owner = DiskTier.open(tmp_path, IDENTITY, BLOCK, 10**6)
     ending = threading.Timer(0.2, owner.close)

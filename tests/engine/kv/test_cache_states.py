@@ -25,6 +25,8 @@ from magnitude_engine.kv.radix import Node
 from testkit.cache import compute, disk_threads, evict, fetched, paged_cache, wrong_slots
 from testkit.disk import MEMORY
 
+pytestmark = pytest.mark.thorough
+
 PAGES = 10
 KEYS = st.builds(CacheKey, st.sampled_from("ab"), st.sampled_from("st"), st.sampled_from(["main", "x"]))
 # Long common beginnings that fill pages, and short ends that differ inside of them.

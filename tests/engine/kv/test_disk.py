@@ -280,6 +280,7 @@ def test_a_limit_below_one_block_is_refused(tmp_path: Path) -> None:
     assert caught.value.param == "kv_disk_mb"
 
 
+@pytest.mark.thorough
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     command = [sys.executable, testkit.disk.__file__, str(tmp_path), str(BLOCK)]
@@ -483,6 +484,7 @@ def test_the_read_rate_is_bytes_over_time(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.thorough
 def test_threads_read_and_write_at_once(tmp_path: Path) -> None:
     """More blocks than fit, so that reads race with eviction and rewriting; nothing wrong is ever returned."""
     tier = opened(tmp_path, blocks=60, options=DiskOptions(readers=2))

@@ -207,6 +207,7 @@ def check_after_kill(folder: Path, size: int) -> int:
     return found
 
 
+@pytest.mark.thorough
 def test_kill_9_costs_only_what_was_being_written(tmp_path: Path) -> None:
     killed_while_writing(tmp_path, BLOCK, 2, 0.01)
     assert check_after_kill(tmp_path, BLOCK) >= 40
@@ -336,6 +337,7 @@ def no_large_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
 
 
+@pytest.mark.thorough
 def test_a_process_whose_writes_really_fail_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, testkit.disk.__file__, str(tmp_path), "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=no_large_files) as process:

@@ -17,6 +17,8 @@ from magnitude_engine.config import PAGE_TOKENS
 from magnitude_engine.kv.lease import CacheKey, Lease, pages_for
 from magnitude_engine.kv.manager import CacheManager
 
+pytestmark = pytest.mark.thorough
+
 PAGES = 12
 KEYS = st.builds(CacheKey, st.sampled_from("ab"), st.sampled_from("st"), st.sampled_from(["main", "x"]))
 # Two symbols and short runs make common prefixes, and differences inside pages, frequent.

@@ -242,6 +242,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=50)
 @given(CALLS, st.integers(0, 12), OFFERED)
 def test_any_order_of_calls_leaves_a_valid_choice(
@@ -262,6 +263,7 @@ def test_any_order_of_calls_leaves_a_valid_choice(
     assert index == scores.index(max(scores))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=50)
 @given(candidates=OFFERED, now=TIMES)
 def test_the_least_recently_used_policy_picks_the_first(

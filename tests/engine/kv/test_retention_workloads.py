@@ -16,6 +16,8 @@ from magnitude_engine.kv.retention import Retention, SessionKey
 from magnitude_engine.kv.shadow import WINDOW
 from testkit.page_cache import PageCache, chain
 
+pytestmark = pytest.mark.thorough
+
 SYSTEM = ["system"]
 
 

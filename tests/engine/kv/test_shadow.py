@@ -37,6 +37,7 @@ def by_whim(candidates: Sequence[Candidate], now: float) -> int:
     return scores.index(max(scores))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(ACCESSES, st.integers(0, 12), st.booleans())
 def test_a_shadow_holds_what_a_cache_of_single_pages_holds(
@@ -53,6 +54,7 @@ def test_a_shadow_holds_what_a_cache_of_single_pages_holds(
             assert found(shadow, other) == held
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(ACCESSES, st.integers(1, 12), st.lists(st.tuples(st.integers(0, 59), st.sampled_from([A, B, C])), max_size=20))
 def test_nothing_else_goes_while_a_doomed_leaf_is_held(

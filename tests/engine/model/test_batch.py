@@ -11,6 +11,8 @@ import torch
 
 from magnitude_engine.model.batch import KeyValueCache, ModelShape
 
+pytestmark = pytest.mark.thorough
+
 MIB = 1 << 20
 
 

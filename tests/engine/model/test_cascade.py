@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,6 +77,7 @@ def steps(draw: st.DrawFn) -> list[SequenceRows]:
     return sequences(*parts)
 
 
+@pytest.mark.thorough
 @given(steps())
 def test_every_row_sees_every_key_once(step: list[SequenceRows]) -> None:
     found = arrange(step, SMALL)

@@ -15,6 +15,8 @@ from magnitude_engine.model.cascade import Rules
 from magnitude_engine.model.fused import FusedAttention, Workspace
 from magnitude_engine.model.paged import PagedAttention
 
+pytestmark = pytest.mark.thorough
+
 HEADS, KV_HEADS, HEAD_DIM, PAGES = 6, 2, 8, 700
 EDGES = (1, 15, 16, 17, 4096)
 

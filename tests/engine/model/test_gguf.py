@@ -69,6 +69,7 @@ def test_metadata_has_types(tmp_path: Path) -> None:
         file.text("absent")
 
 
+@pytest.mark.thorough
 def test_a_cut_file_says_so_wherever_it_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write(path)

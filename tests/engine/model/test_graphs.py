@@ -101,6 +101,7 @@ def test_only_decode_steps_within_bounds_have_a_shape() -> None:
     assert graphs.shape_of(StepBatch(rows[:0], rows[:0], rows[:0], (), rows[:0]), MOST) is None
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(SHAPES, st.sets(SHAPES))
 def test_a_step_takes_the_smallest_graph_that_holds_it(wanted: Shape, captured: set[Shape]) -> None:
@@ -110,6 +111,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(wanted: Shape, captured: 
     assert all(found is not None and found <= other for other in holding)
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(SHAPES, st.integers(0, 200), max_size=8), st.sets(SHAPES, max_size=5), st.integers(0, 5))
 def test_what_is_seen_most_is_captured(seen: dict[Shape, int], captured: set[Shape], room: int) -> None:
@@ -171,6 +173,7 @@ def test_only_wanted_logits_come_back_and_are_kept() -> None:
     assert torch.equal(first.logits, kept)
 
 
+@pytest.mark.thorough
 def test_shapes_that_come_often_get_graphs_between_steps() -> None:
     record = Again()
     runner = runner_with(record)

@@ -74,6 +74,7 @@ def write_model(path: Path, kind: str = "Q4_1", architecture: str = "llama", **c
     return EngineConfig(model_path=str(path), profile="reference", kv_memory_mb=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
 def test_every_weight_type_loads_in_every_profile(kind: str, tmp_path: Path) -> None:
     config = write_model(tmp_path / "m.gguf", kind)

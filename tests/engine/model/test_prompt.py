@@ -57,6 +57,7 @@ PIECES = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(PIECES.map("".join), PIECES.map("".join))
 def test_a_clients_text_never_becomes_a_special_token(first: str, second: str) -> None:
@@ -66,6 +67,7 @@ def test_a_clients_text_never_becomes_a_special_token(first: str, second: str) -
     assert text == f"user\n{first}\nassistant\n{second}\nassistant\n"
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(PIECES.map("".join), PIECES.map("".join))
 def test_strings_side_by_side_do_not_join_into_a_special_token(first: str, second: str) -> None:
@@ -215,6 +217,7 @@ def test_bad_input_names_its_field() -> None:
         assert caught.value.param == param
 
 
+@pytest.mark.thorough
 def test_a_schema_that_nests_without_end_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(20_000):

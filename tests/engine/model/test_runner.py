@@ -35,12 +35,14 @@ def one_shot() -> torch.Tensor:
     return in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), [LENGTH])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [[1], [7], [13, 1, 64], [16], [127, 1, 1]], ids=str)
 def test_chunks_do_not_change_a_bit(sizes: list[int], runner: Runner, expected: torch.Tensor) -> None:
     found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), run(0, LENGTH)), sizes)
     assert torch.equal(found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strangers", [1, 2, 3, 7])
 def test_neighbours_do_not_change_a_bit(strangers: int, runner: Runner, expected: torch.Tensor) -> None:
     cache = runner.allocate_cache(16 * (strangers + 1))
@@ -55,6 +57,7 @@ def test_neighbours_do_not_change_a_bit(strangers: int, runner: Runner, expected
     assert torch.equal(torch.cat(rows), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_do_not_change_a_bit(threads: int, runner: Runner, expected: torch.Tensor) -> None:
     before = torch.get_num_threads()
@@ -122,6 +125,7 @@ def test_only_wanted_rows_go_through_the_head(runner: Runner) -> None:
         assert output.hidden.shape == (len(wanted), runner.shape.hidden)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("profile", "dtype", "tolerance"),
     [("native", torch.float32, 1e-5), ("native", torch.bfloat16, 0.05), ("packed", torch.float32, 0.05)],

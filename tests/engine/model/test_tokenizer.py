@@ -17,6 +17,7 @@ TOKENIZER = tiny_tokenizer()
 TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("<|im_end>{} \n'tsé€😀")))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(TEXT)
 def test_bytes_of_the_ids_are_the_text(text: str) -> None:

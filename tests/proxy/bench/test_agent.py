@@ -35,6 +35,7 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chart, "available", lambda: False)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_charts")
 async def test_two_servers_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>'

@@ -28,6 +28,7 @@ from testkit.tiny import tiny_tokenizer
 ROOT = Path(__file__).resolve().parents[4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_grammar_and_check_together_are_the_schema(
     case: Case, compiler: GrammarCompiler, validator: Validator, tokenizer: Tokenizer
@@ -188,6 +189,7 @@ def nested(depth: int) -> Any:
     return schema
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
@@ -218,6 +220,7 @@ _DOUBLING = {
 }
 
 
+@pytest.mark.thorough
 def test_a_pattern_too_deep_to_read_is_refused_and_the_helper_lives(compiler: GrammarCompiler) -> None:
     compiler.compile(Regex(pattern="the helper has started"))
     before = compiler.helper_pid

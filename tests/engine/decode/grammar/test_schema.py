@@ -107,6 +107,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(schema=JSON)
 def test_any_object_is_surveyed_and_the_result_is_settled(schema: Any) -> None:
     refused = isinstance(schema, dict | bool) is False

@@ -67,6 +67,7 @@ def forwarded(state: GrammarState, tokenizer: Tokenizer, seed: int) -> tuple[lis
     return output[:CAP], skipped
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_forced_runs_change_nothing(name: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile(spec(SCHEMAS[name]))
@@ -180,6 +181,7 @@ def test_drafts_are_cut_where_the_masks_cut_them(compiler: GrammarCompiler, toke
     assert torch.equal(state.mask(), grammar.begin().mask())
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(SCHEMAS)), seed=st.integers(0, 10**6))
 def test_forks_and_drafts_are_exact(
