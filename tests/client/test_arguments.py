@@ -43,6 +43,7 @@ def test_a_client_is_not_made_with_arguments_of_the_wrong_form(wrong: dict[str, 
     assert caught.value.param in wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

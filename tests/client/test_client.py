@@ -261,6 +261,7 @@ async def test_an_unreachable_server_is_named() -> None:
         await client.verify_runtime_health()
 
 
+@pytest.mark.thorough
 async def test_a_silent_server_times_out_without_retry() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

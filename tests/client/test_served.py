@@ -40,6 +40,7 @@ async def client(stub: OpenAIStub, tmp_path: Path) -> AsyncIterator[MagnitudeCli
         yield made
 
 
+@pytest.mark.thorough
 async def test_answers_come_through_the_proxy(client: MagnitudeClient, stub: OpenAIStub) -> None:
     result = await client.generate_optimized(session_id="run-1", prompt="Goal: x", max_tokens=8, track_feedback=True)
     assert (result["text"], result["session_id"], result["finish_reason"]) == ("Hello from upstream", "run-1", "stop")

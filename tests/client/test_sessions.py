@@ -47,6 +47,7 @@ async def test_tools_are_registered(made: Agents, client: MagnitudeClient) -> No
     assert wrong.value.param == "tools"
 
 
+@pytest.mark.thorough
 async def test_a_session_tells_and_is_told(made: Agents, client: MagnitudeClient) -> None:
     name = "runs/1 ü?"
     await client.chat([{"role": "user", "content": "go"}], session_id=name, track_feedback=True)
@@ -127,6 +128,7 @@ async def test_a_block_that_fails_drops_its_stream(made: Agents, client: Magnitu
     await until(lambda: made.proxy.running.surface.drain.running == 0)
 
 
+@pytest.mark.thorough
 async def test_branches_of_a_session(made: Agents, client: MagnitudeClient) -> None:
     name, ask = "runs/1 ü?", [{"role": "user", "content": "go"}]
     await client.chat(ask, session_id=name)

@@ -38,6 +38,7 @@ def test_retry_after_takes_dates_and_ignores_nonsense() -> None:
     assert retry_after({}, now=0.0) is None
 
 
+@pytest.mark.thorough
 @settings(max_examples=50)
 @given(st.integers(0, 10_000), st.floats(0, 1))
 def test_backoff_is_bounded(attempt: int, jitter: float) -> None:

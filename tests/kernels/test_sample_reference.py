@@ -35,6 +35,7 @@ def test_a_mask_is_what_llguidance_writes(vocab: int) -> None:
     assert torch.equal(torch.stack([allowed(row, vocab) for row in mask]), torch.from_numpy(logits) == 0)
 
 
+@pytest.mark.thorough
 def test_a_mask_draws_as_if_nothing_else_was_there() -> None:
     given = batch(100, rows=48, seed=6, masked=True)
     mask = given.params.mask

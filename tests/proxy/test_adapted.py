@@ -71,6 +71,7 @@ async def test_several_tenants_share_no_slots_cache_unless_the_operator_lets_the
     assert server.requests[0].body["cache_prompt"] is cached
 
 
+@pytest.mark.thorough
 async def test_a_field_without_words_goes_to_the_server_that_has_them_or_is_a_400(tmp_path: Path) -> None:
     body = {**SAY, "guided_regex": "[ab]+"}
     async with stub("openai") as plain, stub("vllm") as able:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from magnitude_proxy.store.deadlines import Deadlines
 
 SOON_S = 0.01
@@ -52,6 +54,7 @@ async def test_one_whose_deadline_is_before_the_others_is_told_of_first() -> Non
     assert watch.told == ["sent again", "last"]
 
 
+@pytest.mark.thorough
 async def test_deadlines_go_on_after_all_were_answered() -> None:
     watch = Watch()
     for _ in range(3):

@@ -199,6 +199,7 @@ async def test_upstreams_are_asked_with_their_key(server: ScriptedServer, tmp_pa
     assert (await doctor.check_upstream(upstream)).fatal
 
 
+@pytest.mark.thorough
 async def test_an_upstream_that_is_not_there_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

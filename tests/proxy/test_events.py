@@ -103,6 +103,7 @@ async def test_output_reaches_the_worker_while_the_stream_is_open(made: Agents) 
     assert "".join(t for *_, t in told(made)) == "".join(f"{n} " for n in range(20))
 
 
+@pytest.mark.thorough
 async def test_output_that_is_there_goes_as_one_piece_in_order(made: Agents) -> None:
     pieces = [line("tool_output_delta", text=f"{n},", call_id="c1" if n % 100 else "c2") for n in range(1000)]
     reply = await made.ask("POST", "/sessions/run-1/events", b"".join(pieces), **NDJSON)
@@ -114,6 +115,7 @@ async def test_output_that_is_there_goes_as_one_piece_in_order(made: Agents) -> 
         assert text == "".join(f"{n}," for n in range(1000) if (call == "c1") == bool(n % 100))
 
 
+@pytest.mark.thorough
 async def test_a_wrong_line_is_told_at_once_and_the_stream_goes_on(made: Agents) -> None:
     async with Upload(made) as upload:
         upload.send(line("tool_started") + line("tool_exploded"))
@@ -135,6 +137,7 @@ async def test_a_wrong_line_is_told_at_once_and_the_stream_goes_on(made: Agents)
     assert (single.status, single.error["param"]) == (400, "type")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("limit", "value", "sent"),
     [("MAX_LINE", 50, b"x" * 100), ("MAX_FAULTS", 3, b"{}\n" * 9), ("SILENCE_S", 0.02, line("tool_started"))],

@@ -215,6 +215,7 @@ def test_a_route_that_returns_during_the_wait_takes_over() -> None:
     assert got.seconds == pytest.approx(5.0)
 
 
+@pytest.mark.thorough
 def test_a_request_that_comes_while_the_worker_starts_waits_for_it() -> None:
     worker = local(answer("x"), ready=False)
 
@@ -362,6 +363,7 @@ def test_a_worker_that_is_lost_again_and_again_ends_the_stream() -> None:
     assert len(worker.seen) == 4
 
 
+@pytest.mark.thorough
 def test_a_worker_that_does_not_return_ends_the_stream() -> None:
     got = outcome(local([delta("a", 1), Down(600), failed("worker_lost")]), upstream(answer("x")))
     assert got.failure.code == "worker_lost"

@@ -162,6 +162,7 @@ async def test_the_store_and_the_memory_hold_the_same_rules(tmp_path: Path) -> N
         assert len(seen) < 500
 
 
+@pytest.mark.thorough
 async def test_steps_that_run_at_once_all_count(tmp_path: Path) -> None:
     async with (
         store.server("valkey", tmp_path) as server,
@@ -365,6 +366,7 @@ async def refusals(proxy: Proxy) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+@pytest.mark.thorough
 async def test_the_client_raises_a_typed_error_at_once(tmp_path: Path) -> None:
     async with OpenAIStub() as stub, limited(tmp_path, stub, max_iterations=1) as proxy:
         async with MagnitudeClient(endpoint=proxy.url) as client:

@@ -122,6 +122,7 @@ async def test_cancelling_the_reader_cancels_the_request(tmp_path: Path) -> None
         await until(lambda: b.worker.cancelled)
 
 
+@pytest.mark.thorough
 async def test_a_lost_worker_fails_every_request_and_is_found_again(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         reading = [asyncio.create_task(answer(b.route, "2 pause", f"r{n}")) for n in range(5)]

@@ -19,6 +19,8 @@ from magnitude_proxy.store.functions import session_key
 from magnitude_proxy.telemetry import Telemetry
 from testkit import store
 
+pytestmark = pytest.mark.thorough
+
 KNOCK_S = 0.05
 STORES = [
     pytest.param("valkey", id="valkey"),

@@ -221,6 +221,7 @@ def test_every_setting_is_in_the_table_and_in_the_help() -> None:
             assert variable in shown
 
 
+@pytest.mark.thorough
 def test_keys_from_a_file_open_the_door_to_their_tenant(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"sk-two").hexdigest()
     file = tmp_path / "keys"

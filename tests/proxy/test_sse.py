@@ -42,6 +42,7 @@ def test_events_of_a_mixed_stream() -> None:
     assert parse(EXAMPLE) == EVENTS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", range(len(EXAMPLE) + 1))
 def test_one_cut_changes_nothing(at: int) -> None:
     assert parse(EXAMPLE[:at], EXAMPLE[at:]) == EVENTS
@@ -64,6 +65,7 @@ def test_any_cuts_give_the_same_events(data: bytes, cuts: list[int]) -> None:
     assert parse(*pieces) == parse(data)
 
 
+@pytest.mark.thorough
 @given(data=st.binary(max_size=200))
 def test_what_is_formatted_is_parsed(data: bytes) -> None:
     lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")

@@ -286,6 +286,7 @@ BROKEN_STREAMS: dict[str, Sequence[Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BROKEN_STREAMS)
 async def test_broken_streams_are_never_complete(name: str) -> None:
     step = make_step(n=2) if name == "one choice missing" else None

@@ -52,6 +52,7 @@ def test_the_fastest_pass_of_each_number_of_rows_counts(packed: LoadedModel) -> 
     assert [controller.passes["self"].of(rows) for rows in DRAFT_ROWS] == pytest.approx([0.006, 0.009])
 
 
+@pytest.mark.thorough
 def test_a_clock_that_stands_still_leaves_the_fixed_rule(packed: LoadedModel) -> None:
     assert isinstance(measured(packed, repeat(1.0).__next__), FixedRule)
 

@@ -145,6 +145,7 @@ def test_eight_sessions_with_one_system_prompt_at_once(model: LoadedModel, sampl
         assert answer.ids() == alone(model, request).ids()
 
 
+@pytest.mark.thorough
 def test_sessions_that_start_together_keep_their_common_prompt_once(model: LoadedModel) -> None:
     engine = small(model)
     requests = [generate(LONG, sampling=SEEDED, max_tokens=4) for _ in range(4)]
@@ -415,6 +416,7 @@ def test_steps_that_keep_failing_end_the_engine(model: LoadedModel) -> None:
     assert (late.failed.code, late.failed.retryable) == ("worker_lost", True)
 
 
+@pytest.mark.thorough
 def test_a_sink_that_raises_ends_its_request_only(model: LoadedModel) -> None:
     engine = small(model)
 
@@ -444,6 +446,7 @@ def test_steps_count_up_while_there_is_work(model: LoadedModel) -> None:
     assert engine.status().steps == counted[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("seconds_per_step", "rows"), [(0.0001, 64), (9.0, 16)])
 def test_chunks_shrink_where_steps_are_slow(seconds_per_step: float, rows: int) -> None:
     clock = ManualClock()
@@ -461,6 +464,7 @@ def test_chunks_shrink_where_steps_are_slow(seconds_per_step: float, rows: int) 
     assert second.usage.completion_tokens == 12
 
 
+@pytest.mark.thorough
 def test_events_come_in_order(model: LoadedModel) -> None:
     (answer,) = run(small(model), generate(LONG))
     kinds = [type(e).__name__ for e in answer.events]

@@ -286,6 +286,7 @@ def test_recorded_agents_that_only_go_on_miss_nothing(encoder: Encoder, read: Ca
     assert steps > 50
 
 
+@pytest.mark.thorough
 def test_repeated_stretches_are_counted_to_the_token() -> None:
     draw = random.Random(7)
     for _ in range(200):

@@ -100,6 +100,7 @@ def test_a_sessions_report_is_bounded_and_goes_with_the_session(engine: Engine) 
     assert misses(engine) == api.SessionMisses(request="m", epoch=0)
 
 
+@pytest.mark.thorough
 def test_two_conversations_of_one_session_take_turns_without_a_miss(engine: Engine) -> None:
     lines = {
         "a": ["List the files of the parser, please."],

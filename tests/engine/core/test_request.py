@@ -140,6 +140,7 @@ def test_a_tool_call_is_told_apart_from_text(model: LoadedModel) -> None:
     assert different.id != call.id
 
 
+@pytest.mark.thorough
 def test_one_call_only_where_calls_may_not_be_parallel(model: LoadedModel) -> None:
     single = chat(tools=(WEATHER,), tool_choice=api.ToolChoice(parallel=False))
     sequence = Sequence(prepared(model, generate(single, max_tokens=400)), 0, 0, model)

@@ -61,6 +61,7 @@ async def test_the_socket_is_private(path: Path) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+@pytest.mark.thorough
 async def test_a_refused_request_is_answered_with_its_error(path: Path) -> None:
     async with WorkerClient(path) as client:
         wrong, right = await client.answer(generate("x", n=999), generate("x"))

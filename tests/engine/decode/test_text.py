@@ -143,6 +143,7 @@ def test_tokens_without_text_are_counted_in_order() -> None:
     assert text.finish() == Released("", 0, None)
 
 
+@pytest.mark.thorough
 def test_long_repetitive_stops_cost_no_more_than_one_look_per_character() -> None:
     stop = "a" * 20_000 + "b"
     text = TextStream(lambda _: b"a" * 10_000, (stop,))

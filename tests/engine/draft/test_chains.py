@@ -101,6 +101,7 @@ def test_one_by_one_in_pieces_or_at_once_is_the_same() -> None:
         assert_same(pieces, whole, rng)
 
 
+@pytest.mark.thorough
 def test_what_was_taken_back_was_never_there() -> None:
     rng = random.Random(2)
     for _ in range(15):
@@ -119,6 +120,7 @@ def test_a_separator_matches_nothing() -> None:
     assert found_by(chains, [7]) == {}
 
 
+@pytest.mark.thorough
 @CASES
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40))
 def test_any_token_id_can_be_indexed(tokens: list[int]) -> None:

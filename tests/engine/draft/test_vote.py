@@ -96,6 +96,7 @@ def test_equal_votes_go_to_the_first_place() -> None:
     assert vote(places, Trust(), Limits(2, 1, 0.0)).tree.tokens == (4, 9)
 
 
+@pytest.mark.thorough
 def test_a_long_draft_of_full_trust_is_a_valid_tree() -> None:
     trust = Trust()
     for _ in range(20_000):

@@ -155,6 +155,7 @@ def test_a_full_queue_drops_and_later_accepts(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.thorough
 def test_while_the_engine_computes_blocks_are_written_with_gaps_until_half_the_queue_is_full(tmp_path: Path) -> None:
     tier = opened(tmp_path, options=DiskOptions(gap_s=10 * PATIENCE_S, queue_bytes=8 * BLOCK))
     chain = chain_of(1, 12)
@@ -439,6 +440,7 @@ def test_closing_ends_reads_and_says_so_once(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.thorough
 def test_closing_writes_what_is_queued_and_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     tier = opened(tmp_path)

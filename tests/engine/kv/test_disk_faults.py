@@ -101,6 +101,7 @@ def test_no_damaged_file_is_ever_used(memory_path: Path, damage: Damage, count: 
     tier.close()
 
 
+@pytest.mark.thorough
 def test_files_of_another_length_are_gone_after_a_restart(tmp_path: Path) -> None:
     chance = random.Random(8)
     tier = opened(tmp_path)

@@ -105,6 +105,7 @@ def test_the_beginning_of_a_full_page_is_copied() -> None:
     manager.check_integrity()
 
 
+@pytest.mark.thorough
 def test_sixteen_branches_store_a_long_prefix_once() -> None:
     manager = CacheManager(400)
     prefix = tuple(range(6000))

@@ -213,6 +213,7 @@ def test_sessions_are_reported() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_sessions_and_their_ends_are_bounded() -> None:
     retention = taught(fast=1.0)
     for number in range(MAX_SESSIONS + 50):

@@ -42,6 +42,7 @@ def write(path: Path, kind: str = "F32", shape: tuple[int, int] = (6, 96)) -> np
     return np.asarray(gguf.quants.dequantize(stored, KINDS[kind]), dtype=np.float32).reshape(shape)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_decodes_as_gguf_py_does(kind: str, tmp_path: Path) -> None:
     expected = torch.from_numpy(write(tmp_path / "m.gguf", kind))

@@ -81,6 +81,7 @@ def test_buckets_double_up_to_the_most() -> None:
     assert graphs.buckets(1) == (1,)
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 1024), st.integers(1, 1024))
 def test_every_row_count_has_a_bucket_of_warm_up(rows: int, most: int) -> None:
@@ -140,6 +141,7 @@ def test_padding_belongs_to_nobody() -> None:
     assert ragged.runs == ((4, 4, 1),)
 
 
+@pytest.mark.thorough
 def test_replayed_steps_are_the_plain_runners() -> None:
     record = Again()
     runner, plain = runner_with(record), Runner(paged_decoder(CPU), "native", CONTEXT, CPU)

@@ -202,6 +202,7 @@ def tiny_config() -> LlamaConfig:
     return LlamaConfig(2, 4, 2, 8, 32, 64, TINY_VOCAB, 2048, 1e-5, 10_000.0)
 
 
+@pytest.mark.thorough
 def test_a_folder_computes_what_its_weights_say(tmp_path: Path) -> None:
     model = load_model(write_folder(tmp_path, RandomLlama(tiny_config(), 0, torch.float32)))
     expected = tiny_model()

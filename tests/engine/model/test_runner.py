@@ -70,6 +70,7 @@ def test_threads_do_not_change_a_bit(threads: int, runner: Runner, expected: tor
     assert torch.equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_scattered_pages_do_not_change_a_bit(runner: Runner, expected: torch.Tensor) -> None:
     pages = [9, 3, 14, 0, 7, 11, 1, 5, 13, 2]
     found = in_chunks(runner, runner.allocate_cache(16), Walk(ids_of(1), pages), [33])
@@ -93,6 +94,7 @@ def test_a_shared_prefix_gives_the_same_bits(runner: Runner, expected: torch.Ten
     assert torch.equal(found, expected[64:])
 
 
+@pytest.mark.thorough
 def test_sequences_that_share_a_prefix_give_the_same_bits_together(runner: Runner, expected: torch.Tensor) -> None:
     cache = runner.allocate_cache(64)
     step(runner, cache, [(Walk(ids_of(1), run(0, LENGTH)), 130)])

@@ -63,6 +63,7 @@ async def test_two_servers_are_measured_in_turns(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_charts")
 async def test_a_contender_that_fails_is_told_and_costs_the_others_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -45,6 +45,7 @@ def test_grammar_and_check_together_are_the_schema(
         assert stopped or (rule is not None and isinstance(validator.check(rule, written(instance)), Invalid)), instance
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schema", "problem"), REFUSED, ids=str)
 def test_what_cannot_be_enforced_or_checked_is_refused_by_name(
     schema: Any, problem: str, compiler: GrammarCompiler
@@ -306,6 +307,7 @@ def test_the_helper_ends_with_its_owner() -> None:
     assert gone(helper)
 
 
+@pytest.mark.thorough
 def test_waiting_has_a_limit(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, limits=CompilerLimits(helper=HelperLimits(turn_s=0.05)))
     try:

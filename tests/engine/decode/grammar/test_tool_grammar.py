@@ -41,6 +41,7 @@ def calls(mode: CallMode, *, parallel: bool = True, name: str | None = None, too
     return ToolCalls(tools=tools, format=HERMES, mode=mode, parallel=parallel, name=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("spec", "good", "bad"),
     [
@@ -91,6 +92,7 @@ def test_a_call_is_forced_as_the_template_writes_it(compiler: GrammarCompiler, t
     assert state.ended
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_what_is_drawn_parses_as_valid_calls(mode: CallMode, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile(calls(mode))
@@ -140,6 +142,7 @@ def test_a_call_has_no_arguments_besides_those_that_are_named(
     assert accepts(grammar, tokenizer, f'{head}, "b": 1{tail}') is open_
 
 
+@pytest.mark.thorough
 def test_each_tool_has_its_own_check(compiler: GrammarCompiler, validator: Validator) -> None:
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     grammar = compiler.compile(calls("auto", tools=(SEARCH, api.Tool(name="add", parameters=unique))))
